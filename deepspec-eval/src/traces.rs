@@ -6,7 +6,7 @@
 //! the proposed tokens up to the first drafted stop token, accepted or not; traces of earlier versions
 //! lack it. `confidences`
 //! holds the calibrated confidences of the proposed tokens, and `confidence_logits` the outputs of
-//! the confidence head. Both lists are empty without a confidence head.
+//! the confidence head. Both lists are empty without a confidence head, and for trees.
 
 use std::fs::File;
 use std::io;

@@ -8,8 +8,8 @@ use std::str::FromStr;
 use deepspec_ops::DraftTree;
 use tch::{Kind, Tensor};
 
-/// Children of a node, unless the budget names another number. JetSpec (arXiv:2606.18394) takes at most 7.
-const DEFAULT_WIDTH: usize = 8;
+/// Children of a node, unless the budget names another number; JetSpec (arXiv:2606.18394) takes as many.
+const DEFAULT_WIDTH: usize = 7;
 /// Most nodes of a tree. A tree runs in one pass of the target, and its mask has a column for every row.
 pub const MAX_TREE_NODES: usize = 1024;
 

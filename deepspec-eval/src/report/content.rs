@@ -66,7 +66,11 @@ fn display_name(path: &str, hub_id: Option<&String>) -> String {
     })
 }
 
+/// Published τ, which is that of blocks; None if trees were verified.
 fn published_lengths(results: &Results) -> Option<PublishedLengths> {
+    if results.settings.verify.tree_budget().is_some() {
+        return None;
+    }
     PublishedLengths::for_drafter(results.drafter.as_ref()?.hub_id.as_ref()?)
 }
 

@@ -167,8 +167,10 @@ fn tree_note(results: &Results) -> String {
     let nodes: u64 = results.suites.iter().map(|suite| suite.counts.nodes).sum();
     let cycles: u64 = results.suites.iter().map(|suite| suite.counts.cycles).sum();
     format!(
-        "Drafted tokens are verified {} (--verify {rule}), {:.1} nodes per cycle. Positions are depths. \
-         vLLM, SGLang and llama.cpp verify blocks only, so this τ is a research figure and not one of serving.",
+        "Drafted tokens are verified {} (--verify {rule}), {:.1} nodes per cycle. Positions are depths; a \
+         branch that ends counts as rejected there. No release of vLLM, SGLang or llama.cpp verifies trees of block drafters; \
+         SGLang does so for EAGLE. This τ is a research figure and not one of serving, and speeds are those of an \
+         unoptimised path.",
         rule.phrase(),
         nodes as f64 / cycles.max(1) as f64
     )

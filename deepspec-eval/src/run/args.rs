@@ -98,8 +98,8 @@ pub struct Args {
     pub draft_sampling: DraftSamplingArg,
     /// Rule that accepts drafted tokens. Token accepts token by token, as llama.cpp does, and vLLM by default. Block accepts
     /// blocks as a whole, as vLLM does with `rejection_sample_method: block`: as many tokens or more, and no more with greedy
-    /// drafts. Trees of the N likeliest paths are verified in one pass by tree:N. A node has at most 8 children, or W with
-    /// tree:N:W. No engine that is named here serves trees. Answers follow the target's distribution under every rule
+    /// drafts. Trees of the N likeliest paths are verified in one pass by tree:N. A node has at most 7 children, or W with
+    /// tree:N:W. Neither engine verifies trees of block drafters. Answers follow the target's distribution under every rule
     #[arg(long, value_name = "RULE", default_value_t = VerifyRule::Token)]
     pub verify: VerifyRule,
     /// Also report the accepted length of the other --draft-sampling rule, from a second pass over the samples, above
