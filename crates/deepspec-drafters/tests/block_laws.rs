@@ -49,7 +49,7 @@ impl<P: Proposer> Proposer for Told<P> {
     }
 }
 
-/// χ² of outputs with drafts of `proposer(drafter)`, times its 99.9 % quantile: as it is, and with a proposer that lies about its
+/// χ² of outputs with drafts of `proposer(drafter)`, divided by its 99.9 % quantile: as it is, and with a proposer that lies about its
 /// distributions.
 fn chi_square_ratios<K: DrafterKind, P: Proposer>(
     settings: K::Settings,

@@ -15,7 +15,7 @@ pub struct AcceptanceStats {
     /// Tokens that cycles committed: the accepted drafts plus one bonus token. There is no bonus
     /// token if an accepted stop token ended the sequence.
     pub committed: u64,
-    /// Drafted tokens that were verified. Of trees it is the sum of their depths.
+    /// Drafted tokens that were verified. Trees count with their depths.
     pub proposed: u64,
     /// Nodes of trees that were verified; 0 if blocks were.
     #[serde(default, skip_serializing_if = "is_zero")]

@@ -104,13 +104,13 @@ pub enum Finish {
 /// Verification of one drafted block or tree.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cycle {
-    /// Drafted tokens that were verified, up to an accepted stop token. Of a tree it is the depth.
+    /// Drafted tokens that were verified, up to an accepted stop token. A tree counts with its depth.
     pub proposed: u32,
     /// Nodes of the tree that were verified, down to the depth `proposed`; 0 for a block.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub nodes: u32,
     /// Proposed tokens up to and including the first drafted stop token, accepted or not. Tokens
-    /// after a stop token can be part of no answer. Of a tree it is the depth of the longest such path.
+    /// after a stop token can be part of no answer. A tree counts with the depth of its longest such path.
     #[serde(rename = "usable")]
     pub until_stop: u32,
     /// Drafted tokens that were accepted.
@@ -126,11 +126,6 @@ fn is_zero(count: &u32) -> bool {
 }
 
 impl Cycle {
-    /// Drafted tokens that the target ran: the nodes of a tree, or the proposed tokens of a block.
-    pub fn verified(&self) -> u32 {
-        if self.nodes > 0 { self.nodes } else { self.proposed }
-    }
-
     /// The confidence logits up to the first drafted stop token. Drafters are not trained on tokens
     /// after a stop token, so their confidence there is meaningless.
     pub fn confidence_until_stop(&self) -> &[f32] {

@@ -104,7 +104,7 @@ fn child_by_child(
     }
 }
 
-/// χ² of the first tokens under a rule, times its 99.9 % quantile. A short version of the engine's loop, one sample after the other.
+/// χ² of the first tokens under a rule, divided by its 99.9 % quantile. A short version of the engine's loop, one sample after the other.
 fn ratio_of(rule: Rule, sampling: Sampling) -> f64 {
     let law_behind = |prefix: i64| -> [f64; V as usize] {
         let weights = target_logits(prefix).map(|logit| f64::from(logit).exp());

@@ -16,7 +16,7 @@ pub struct DraftTree {
     depths: Vec<usize>,
 }
 
-/// What the target's tokens accept of a tree.
+/// The path of a tree that the target's tokens accept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AcceptedPath {
     /// Rows of the accepted nodes, from the anchor's child on. Rows increase.

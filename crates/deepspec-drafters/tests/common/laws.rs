@@ -67,7 +67,7 @@ pub fn drafter<K: DrafterKind>(dir: &Path, settings: K::Settings) -> DraftModel<
     drafter
 }
 
-/// χ² of the engine's outputs of this many samples, times its 99.9 % quantile.
+/// χ² of the engine's outputs of this many samples, divided by its 99.9 % quantile.
 pub fn chi_square(
     target: impl Target,
     proposer: impl Proposer,
