@@ -139,7 +139,7 @@ fn at_temperature_0_mtp_1_changes_no_token() {
 fn at_temperature_0_p_eagle_changes_no_token() {
     let dir = tempfile::tempdir().unwrap();
     write_peagle(dir.path());
-    changes_no_token(dir.path());
+    changes_no_token(dir.path(), &CHAINS);
 }
 
 /// The greedy test for Domino, whose logits depend on the tokens drafted before.

@@ -11,8 +11,8 @@ use deepspec_ops::cat_row_runs;
 use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
 use tch::{Kind, Tensor};
 
-use super::model::PEagle;
-use crate::draft_model::DrafterSettings as _;
+use super::model::{PEagle, PEagleModules};
+use crate::draft_model::{DrafterKind as _, DrafterSettings as _};
 use crate::token_common::LastStates;
 use crate::{Drafter, DrafterProbe};
 
@@ -152,6 +152,10 @@ impl Proposer for PEagleProposer {
 
     fn reads_hidden(&self) -> bool {
         false
+    }
+
+    fn tree_refusal(&self) -> Option<&'static str> {
+        PEagleModules::TREE_REFUSAL
     }
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
