@@ -8,7 +8,7 @@ use std::path::Path;
 use common::greedy::changes_no_token;
 use common::{
     answers, assert_refused, deepspec_eval, repository, results, run, run_ok, target_dir,
-    write_bigram_drafter, write_domino, write_eagle3, write_mtp,
+    write_bigram_drafter, write_domino, write_eagle3, write_mtp, write_peagle,
 };
 use serde_json::{Value, json};
 
@@ -165,11 +165,15 @@ fn what_knows_no_trees_is_refused_by_name() {
         assert!(output.status.code() == Some(2) && told.contains(words), "{told}");
     }
     refused("none", &["--verify", "tree:9"], &["--verify needs a drafter"]);
-    let [eagle3, mtp] = ["eagle3", "mtp"].map(|name| dir.path().join(name));
+    let [eagle3, mtp, peagle] = ["eagle3", "mtp", "peagle"].map(|name| dir.path().join(name));
     write_eagle3(&eagle3);
     write_mtp(&mtp);
-    for drafter in [&eagle3, &mtp, &target_dir()] {
+    write_peagle(&peagle);
+    let in_turn = "one token after the other";
+    for (drafter, reason) in
+        [(&eagle3, in_turn), (&mtp, in_turn), (&target_dir(), in_turn), (&peagle, "masked positions")]
+    {
         let name = drafter.display().to_string();
-        refused(&name, &["--verify", "tree:9"], &["--verify tree:9", &name, "one token after the other"]);
+        refused(&name, &["--verify", "tree:9"], &["--verify tree:9", &name, reason]);
     }
 }
