@@ -311,6 +311,8 @@ elif grep -Eq '(^|[{ ])(mtp|xpress):' "$recipe"; then
     usage "no engine loads the MTP-1 or xPress of $recipe; --engine none writes no files for one"
 elif [ "$engine" != vllm ] && grep -Eq '(^|[{ ])peagle:' "$recipe"; then
     usage "of the engines only vLLM loads the P-EAGLE of $recipe; take --engine vllm or none"
+elif [ "$engine" != vllm ] && grep -Eq '(^|[{ ])(causal|attention_sinks): *true' "$recipe"; then
+    usage "of the engines only vLLM loads the causal blocks and attention sinks of $recipe; take --engine vllm or none"
 elif [ "$engine" != sglang ] && grep -Eq '(^|[{ ])domino:' "$recipe"; then
     usage "of the engines only SGLang loads the Domino of $recipe; take --engine sglang or none"
 fi

@@ -38,7 +38,7 @@ impl TrainSample {
 pub struct LossDenominator(pub f64);
 
 impl LossDenominator {
-    /// Factor of the losses of block drafters: 1 / (denominator + 1e-6).
+    /// Factor of the losses of all drafters but Eagle3: 1 / (denominator + 1e-6).
     pub fn scale(self) -> f64 {
         1.0 / (self.0 + 1e-6)
     }

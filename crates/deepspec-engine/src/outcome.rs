@@ -55,8 +55,8 @@ impl VerifyOutcome {
         }
     }
 
-    /// Splits the values that a step with trees copies to the host: a flag per row of logits, the target's tokens behind every row of the
-    /// trees, and the prompts' first tokens.
+    /// Splits the values that a step with trees copies to the host. They are a flag per row of logits, the target's token behind every row
+    /// of the trees, and the prompts' first tokens.
     pub fn of_trees(values: &[f64], prefilling: usize, trees: &[DraftTree]) -> Self {
         let (finite, values) = split_flags(values, prefilling, trees.iter().map(DraftTree::len));
         let (mut drawn, first) = values.split_at(values.len() - prefilling);

@@ -73,7 +73,7 @@ pub struct Summary {
     pub server: Option<String>,
 }
 
-/// A token that may be a block drafter's mask token, because no row has it.
+/// A token that may be the mask token of a block drafter or a P-EAGLE, because no row has it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct MaskCandidate {
     /// The id.

@@ -33,6 +33,8 @@ pub struct DecodePlan<'a> {
     pub turns: Turns,
     /// The worker whose share of samples is decoded; all samples without one.
     pub worker: Option<Worker>,
+    /// Most nodes of a verified tree; 0 if blocks are verified.
+    pub tree_nodes: usize,
 }
 
 impl DecodePlan<'_> {
@@ -190,6 +192,7 @@ impl SuiteDecoder<'_> {
                 request: &request,
                 block_size: self.engine.draft_len(),
                 vocab_size: self.engine.vocab_size(),
+                tree_nodes: self.plan.tree_nodes,
             };
             let Some(entry) = self.journal.take_answer(&asked.key(self.suite, self.mode), &question) else {
                 let ticket = self.engine.submit(request)?;

@@ -70,7 +70,7 @@ fn open(dir: &Path) -> anyhow::Result<Journal> {
 /// The answers that the journal accepts for the request.
 fn taken(journal: &mut Journal) -> Vec<JournalEntry> {
     let request = request();
-    let asked = ExpectedAnswer { request: &request, block_size: BLOCK, vocab_size: VOCAB };
+    let asked = ExpectedAnswer { request: &request, block_size: BLOCK, vocab_size: VOCAB, tree_nodes: 0 };
     answers().iter().filter_map(|answer| journal.take_answer(&answer.key, &asked)).collect()
 }
 
@@ -124,7 +124,7 @@ fn damaged_journals_never_give_what_cannot_be() {
 #[test]
 fn counts_beyond_the_run_are_no_answer() {
     let request = request();
-    let asked = ExpectedAnswer { request: &request, block_size: BLOCK, vocab_size: VOCAB };
+    let asked = ExpectedAnswer { request: &request, block_size: BLOCK, vocab_size: VOCAB, tree_nodes: 0 };
     let told = |change: fn(&mut JournalEntry)| {
         let mut answer = answers().swap_remove(2);
         asked.check(&answer).unwrap();
@@ -136,7 +136,7 @@ fn counts_beyond_the_run_are_no_answer() {
         "`cycles[0]` has proposed 4294967295, the block has 4"
     );
     assert_eq!(told(|a| a.cycles[0].nodes = 3), "`cycles[0]` has 3 nodes for proposed 4");
-    assert_eq!(told(|a| a.cycles[0].nodes = 1025), "`cycles[0]` has 1025 nodes for proposed 4");
+    assert_eq!(told(|a| a.cycles[0].nodes = 5), "`cycles[0]` has 5 nodes for proposed 4");
     assert_eq!(told(|a| a.cycles[1].accepted = 4), "`cycles[1]` has accepted 4 of proposed 3");
     assert_eq!(
         told(|a| a.cycles[1].committed = u32::MAX),
@@ -163,4 +163,19 @@ fn counts_beyond_the_run_are_no_answer() {
     assert_eq!(told(|a| a.tokens[3] = 100), "`tokens` has 100, the vocabulary has 100 ids");
     assert_eq!(told(|a| a.prompt_tokens = 4), "`prompt_tokens` is 4, not 3");
     assert_eq!(told(|a| a.timing.wall_s = 1e300), "`timing` is none that a clock shows");
+}
+
+#[test]
+fn nodes_are_those_of_a_tree_within_the_budget() {
+    let request = request();
+    let asked = ExpectedAnswer { request: &request, block_size: BLOCK, vocab_size: VOCAB, tree_nodes: 16 };
+    let checked = |nodes: u32| {
+        let mut answer = answers().swap_remove(2);
+        answer.cycles.iter_mut().for_each(|cycle| cycle.nodes = nodes);
+        asked.check(&answer)
+    };
+    assert!(checked(4).is_ok() && checked(16).is_ok());
+    for nodes in [0, 3, 17] {
+        assert!(checked(nodes).unwrap_err().contains(&format!("{nodes} nodes for proposed")));
+    }
 }

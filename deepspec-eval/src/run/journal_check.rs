@@ -1,7 +1,7 @@
 //! Checks that a line of a journal can be the answer to its request. A damaged line would spoil the
 //! results, and unbounded counts could exhaust memory.
 
-use deepspec_engine::{Cycle, Finish, MAX_TREE_NODES, Request};
+use deepspec_engine::{Cycle, Finish, Request};
 
 use super::entry::JournalEntry;
 
@@ -13,6 +13,8 @@ pub struct ExpectedAnswer<'a> {
     pub block_size: usize,
     /// Size of the target's vocabulary.
     pub vocab_size: usize,
+    /// Most nodes of a verified tree; 0 if blocks are verified.
+    pub tree_nodes: usize,
 }
 
 impl ExpectedAnswer<'_> {
@@ -60,7 +62,8 @@ impl ExpectedAnswer<'_> {
             return Err(format!("proposed {proposed}, the block has {block}"));
         }
         // A tree of this depth has a node at every depth.
-        if *nodes > 0 && !(*proposed..=MAX_TREE_NODES as u32).contains(nodes) {
+        let known = if self.tree_nodes == 0 { 0..=0 } else { *proposed..=self.tree_nodes as u32 };
+        if !known.contains(nodes) || (*proposed == 0 && *nodes > 0) {
             return Err(format!("{nodes} nodes for proposed {proposed}"));
         }
         if accepted > proposed {

@@ -110,6 +110,7 @@ impl RunAnswers {
             seeds: &settings.seeds,
             turns: settings.turns,
             worker: args.worker,
+            tree_nodes: settings.verify.tree_budget().map_or(0, |budget| budget.nodes),
         };
         let models =
             ModelSettings { target: &setup.target_dir, place: setup.place, context: setup.context, settings };

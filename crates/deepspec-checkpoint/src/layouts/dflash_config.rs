@@ -162,7 +162,7 @@ pub(super) fn attention_incompatibilities(
                     (!has_block_options).then_some("drafters of this kind have no causal blocks")
                 }
                 key if SINK_KEYS.contains(&key) => {
-                    (!has_block_options).then_some("drafters of this kind have no attention sinks")
+                    (!has_block_options).then_some("drafters of this kind or layout have no attention sinks")
                 }
                 key => reason_to_refuse(key),
             };

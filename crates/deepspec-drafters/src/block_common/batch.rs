@@ -229,7 +229,7 @@ impl BlockBatch {
 }
 
 impl<S: DrafterSettings> DraftConfig<S> {
-    /// Builds a [`BlockBatch`]. Also None for an autoregressive drafter.
+    /// Builds a [`BlockBatch`]. Also None for a drafter without blocks.
     pub fn batch(
         &self,
         samples: &[TrainSample],

@@ -136,7 +136,7 @@ impl<S: DrafterSettings> DraftConfig<S> {
         self.decoder.check(S::READS_LAYERS)?;
         let has_sinks = self.model().layers.iter().any(|layer| layer.attention.sinks);
         if has_sinks && self.settings.block_spec().is_none() {
-            return Err((ATTENTION_SINK_BIAS, "only block drafters have attention sinks".into()));
+            return Err((ATTENTION_SINK_BIAS, "only DSpark and DFlash have attention sinks".into()));
         }
         self.settings.check(self.model())
     }

@@ -13,9 +13,9 @@ use crate::ChoosePositions;
 pub struct DownSampling {
     /// Depths of training, K.
     pub depths: usize,
-    /// Share of the supervised positions that have a row of depth d: this to the power of d, …
+    /// The share of the supervised positions that have a row of depth d is this to the power of d.
     pub ratio: f64,
-    /// … but at least this.
+    /// Least share of the supervised positions that have a row of a depth.
     pub least_ratio: f64,
 }
 

@@ -54,12 +54,12 @@ fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, 
     }))
 }
 
-/// Why an engine other than vLLM does not load the drafter.
-fn unknown_to(engine: Engine) -> &'static str {
+/// Why an engine does not load the drafter; for vLLM, one with `fc_norm`.
+fn reason_not_loaded(engine: Engine) -> &'static str {
     match engine {
         Engine::Vllm => NO_FC_NORM,
         Engine::Sglang => "it has no P-EAGLE, its Eagle3 drafts one token after the other",
-        Engine::LlamaCpp => "llama.cpp has no P-EAGLE, its Eagle3 drafts one token after the other",
+        Engine::LlamaCpp => "it has no P-EAGLE, its Eagle3 drafts one token after the other",
     }
 }
 
@@ -166,12 +166,12 @@ impl KindSettings for PEagleSettings {
     fn engine_format(&self, engine: Engine, _: &Drafter) -> Result<CheckpointFormat, String> {
         match engine {
             Engine::Vllm if !self.norms.fc => Ok(CheckpointFormat::Speculators),
-            engine => Err(format!("{engine} does not load it: {}", unknown_to(engine))),
+            engine => Err(format!("{engine} does not load it: {}", reason_not_loaded(engine))),
         }
     }
 
     fn gguf_parts(&self, _: &Drafter) -> Result<GgufParts, String> {
-        Err(unknown_to(Engine::LlamaCpp).into())
+        Err(format!("llama.cpp does not load it: {}", reason_not_loaded(Engine::LlamaCpp)))
     }
 
     fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
@@ -181,7 +181,7 @@ impl KindSettings for PEagleSettings {
                 EngineSupport::loads_as_tested("method eagle3 with parallel_drafting")
             }
             (Engine::Vllm, _) => EngineSupport::not_loaded("the class is not registered; convert to vllm"),
-            _ => EngineSupport::not_loaded(unknown_to(engine)),
+            _ => EngineSupport::not_loaded(reason_not_loaded(engine)),
         }
     }
 }

@@ -26,7 +26,7 @@ pub struct PEagleProposer {
 
 /// Rows of a pass, as runs (first row, count).
 #[derive(Default)]
-struct PassRows {
+struct DraftPass {
     chunks: Vec<Chunk>,
     /// Number of rows.
     count: i64,
@@ -38,7 +38,7 @@ struct PassRows {
     masked: Vec<(i64, i64)>,
 }
 
-impl PassRows {
+impl DraftPass {
     /// Appends rows with these inputs, and returns their run in the pass.
     fn push(&mut self, inputs: (i64, i64)) -> (i64, i64) {
         let run = (self.count, inputs.1);
@@ -66,7 +66,7 @@ impl PEagleProposer {
     }
 
     /// Rows of the pass: the committed rows of each slot, and its masked rows if it drafts.
-    fn pass_rows(&self, request: &DraftRequest) -> PassRows {
+    fn pass_rows(&self, request: &DraftRequest) -> DraftPass {
         let context = self.cache.chunks_to_append(&request.context.chunks);
         let count: usize = context.iter().map(|chunk| chunk.len).sum();
         let masked_len = self.draft_len.saturating_sub(1);
@@ -74,7 +74,7 @@ impl PEagleProposer {
         let without_context = request.slots.iter().filter(idle);
         let without_context =
             without_context.map(|&slot| Chunk { slot, past_len: self.cache.len(slot), len: 0 });
-        let mut rows = PassRows { masked: vec![(0, 0); request.slots.len()], ..PassRows::default() };
+        let mut rows = DraftPass { masked: vec![(0, 0); request.slots.len()], ..DraftPass::default() };
         let mut first = 0;
         for mut chunk in context.iter().copied().chain(without_context) {
             if chunk.len > 0 {
@@ -94,7 +94,7 @@ impl PEagleProposer {
     }
 
     /// States of the pass's rows, `[N, d]`, before the final norm. Writes keys and values to the cache.
-    fn run(&mut self, request: &DraftRequest, rows: &PassRows) -> Tensor {
+    fn run(&mut self, request: &DraftRequest, rows: &DraftPass) -> Tensor {
         let (model, masked_len) = (&self.model, self.draft_len as i64 - 1);
         let mask_token_id = model.config().settings.mask_token_id;
         let mask = Tensor::full([1], mask_token_id, (Kind::Int64, model.device()));

@@ -21,13 +21,16 @@ impl KvCache {
             back: None,
             groups: placed.iter().zip(trees).map(|(placed, tree)| self.tree_group(placed, tree)).collect(),
         };
+        let deepest = |tree: &DraftTree| tree.row_depths().max().unwrap_or(0);
+        let ends = chunks.iter().zip(trees).map(|(chunk, tree)| chunk.past_len + deepest(tree) + 1);
+        let rows_end = ends.max().unwrap_or(0);
         let positions = chunks
             .iter()
             .zip(trees)
             .flat_map(|(chunk, tree)| tree.row_depths().map(|depth| chunk.past_len + depth));
         AttentionPlan {
             positions: self.arange.int_tensor(positions),
-            end: 0,
+            end: rows_end,
             placed,
             visibility: MaskKind::Causal,
             in_place: false,

@@ -78,6 +78,7 @@ pub fn run(args: &Args, url: &str, verbosity: Verbosity) -> anyhow::Result<()> {
         seeds: &settings.seeds,
         turns: settings.turns,
         worker: None,
+        tree_nodes: 0,
     };
     let ask = async {
         let (source, slots) = (seen.source, args.max_num_seqs);
