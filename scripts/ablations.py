@@ -3,6 +3,7 @@
 
     scripts/ablations.py [--demo runs/demo] [--jobs N]      by default as many runs at once as there are cores
     scripts/ablations.py --rates recipe                     with the learning rates of configs/tiny, without a search
+    scripts/ablations.py --equal-time                       compares kinds in equal training time, too
     scripts/ablations.py plots                              draws the page's tables into docs/images; runs nothing
 
 Uses the cache that scripts/demo.sh leaves in its folder, whichever layers it taps. An existing run is not repeated, so
@@ -30,7 +31,7 @@ DOCS = ROOT / "docs"
 SEEDS = (1, 2, 3)
 RATES = ("2.5e-3", "5e-3", "1e-2")
 RECIPE = "recipe"
-LENGTHS = (250, 500, 1000)
+LENGTHS = (250, 500, 1000, 2000)
 # Steps of the runs that compare kinds, of those that vary one thing, and of the two whose difference times a step.
 SHORT = 500
 VARIED = 250
@@ -125,7 +126,7 @@ class Bench:
 
     def weights(self, drafter):
         """Number of trained weights, by the plan."""
-        command = [ROOT / "target" / "release" / "deepspec-train", "--config", f"configs/tiny/{drafter}.yaml", "--plan", "--json"]
+        command = [ROOT / "target" / "release" / "deepspec-train", *self.training(drafter, "weights", 1, SHORT), "--plan", "--json"]
         plan = subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, check=True)
         return json.loads(plan.stdout)["trainable_weights"]
 
@@ -193,28 +194,36 @@ def best_rates(bench):
     return best, lines
 
 
-def all_kinds(bench, best):
-    """All kinds at equal steps, and in the time that DSpark takes for as many steps."""
+def all_kinds(bench, best, with_time):
+    """All kinds after SHORT steps, and if asked in the time that DSpark takes for as many steps."""
     seconds = {drafter: bench.step_seconds(drafter) for drafter in KINDS}
     steps = {drafter: round(SHORT * seconds["dspark"] / seconds[drafter]) for drafter in KINDS}
+    columns = {"steps": dict.fromkeys(KINDS, SHORT), **({"time": steps} if with_time else {})}
     futures = {
         (drafter, column): [bench.submit(drafter, seed, counts[drafter], best[drafter]) for seed in SEEDS]
-        for column, counts in (("steps", dict.fromkeys(KINDS, SHORT)), ("time", steps))
+        for column, counts in columns.items()
         for drafter in KINDS
     }
     runs = collect(futures)
+    time = [" steps in equal time |", " τ in equal time |"] if with_time else []
     lines = [
         "## All kinds\n",
-        f"After {SHORT} steps, and in the processor time that DSpark takes for {SHORT} steps. Means over {len(SEEDS)} seeds, ± is the half "
-        "width of the 95 % interval (Student's t).\n",
-        f"| drafter | weights | τ at {SHORT} steps | s per step | steps in equal time | τ in equal time |",
-        "|---|---|---|---|---|---|",
+        f"After {SHORT} steps. Means over {len(SEEDS)} seeds, ± is the half width of the 95 % interval (Student's t).\n",
+        "".join([f"| drafter | weights | s per step | τ at {SHORT} steps |", *time]),
+        "|---|---|---|---|" + "---|" * len(time),
     ]
     for drafter, title in KINDS.items():
-        cells = [f"{mean(taus):.2f} ± {interval(taus):.2f}" for taus in (runs[drafter, "steps"], runs[drafter, "time"])]
         weights = f"{bench.weights(drafter) / 1e6:.2f} M"
-        lines.append(f"| {title} | {weights} | {cells[0]} | {seconds[drafter]:.3f} | {steps[drafter]} | {cells[1]} |")
+        cells = [title, weights, f"{seconds[drafter]:.3f}", spread(runs[drafter, "steps"])]
+        if with_time:
+            cells += [str(steps[drafter]), spread(runs[drafter, "time"])]
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def spread(taus):
+    """Cell: mean and half width of its interval."""
+    return f"{mean(taus):.2f} ± {interval(taus):.2f}"
 
 
 def by_length(bench, best):
@@ -298,6 +307,7 @@ def main():
     parser.add_argument("what", nargs="?", choices=["plots"], help=argparse.SUPPRESS)
     parser.add_argument("--demo", type=Path, default=Path("runs/demo"))
     parser.add_argument("--rates", choices=["search", RECIPE], default="search")
+    parser.add_argument("--equal-time", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
     if args.what == "plots":
@@ -308,7 +318,13 @@ def main():
         sys.exit(f"{args.demo}/cache is no cache; run scripts/demo.sh {args.demo} first")
     bench = Bench(args.demo, args.jobs)
     best, rates = best_rates(bench) if args.rates == "search" else ({drafter: RECIPE for drafter in KINDS}, None)
-    sections = [*filter(None, [rates]), all_kinds(bench, best), objectives(bench, best), variants(bench, best), by_length(bench, best)]
+    sections = [
+        *filter(None, [rates]),
+        all_kinds(bench, best, args.equal_time),
+        objectives(bench, best),
+        variants(bench, best),
+        by_length(bench, best),
+    ]
     print("\n\n".join("\n".join(section) for section in sections))
 
 
