@@ -10,14 +10,9 @@ use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions, famil
 use deepspec_ops::{cat_row_runs, kv_attention::Chunk};
 use tch::Tensor;
 
-use crate::drafter::draft_autoregressively;
+use crate::drafter::{TREE_REFUSAL, draft_autoregressively};
 use crate::registration::{CheckpointKind, DrafterKindInfo};
 use crate::{Drafter, DrafterOptions};
-
-/// See [`Proposer::tree_refusal`].
-const TREE_REFUSAL: Option<&str> = Some(
-    "a language model drafts one token after the other, and every node of a tree would take a pass of it",
-);
 
 /// Registry entry of causal language models, which draft for targets with the same vocabulary.
 pub const CAUSAL_INFO: DrafterKindInfo = DrafterKindInfo {

@@ -246,6 +246,10 @@ pub struct Predictions<'a> {
     pub confidence: Option<f64>,
 }
 
+/// See [`Proposer::tree_refusal`](deepspec_engine::Proposer::tree_refusal): the reason of drafters that draft autoregressively.
+pub(crate) const TREE_REFUSAL: Option<&str> =
+    Some("it drafts one token after the other, and every node of a tree would take a pass of the drafter");
+
 /// Samples γ tokens autoregressively. `logits(token)` computes logits `[S, V]` after the last sampled token, or after the anchors if
 /// `token` is None.
 pub(crate) fn draft_autoregressively(

@@ -18,7 +18,7 @@ pub struct AcceptanceStats {
     /// Drafted tokens that were verified. Trees count with their depths.
     pub proposed: u64,
     /// Nodes of trees that were verified; 0 if blocks were.
-    #[serde(default, skip_serializing_if = "is_zero")]
+    #[serde(default, skip_serializing_if = "crate::is_zero")]
     pub nodes: u64,
     /// Drafted tokens that were accepted.
     pub accepted: u64,
@@ -123,10 +123,6 @@ impl AcceptanceStats {
     pub fn conditional_acceptance_rates(&self) -> Vec<Option<f64>> {
         self.accepted_at.iter().zip(&self.reached_at).map(|(&n, &d)| ratio(n, d)).collect()
     }
-}
-
-fn is_zero(count: &u64) -> bool {
-    *count == 0
 }
 
 fn ratio(num: u64, den: u64) -> Option<f64> {

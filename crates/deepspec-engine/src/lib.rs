@@ -28,3 +28,8 @@ pub use request::{
 };
 pub use sampling::{Sampling, SamplingBatch};
 pub use tree::{GrownRow, MAX_TREE_NODES, TreeBudget, grow_tree, likeliest_tokens};
+
+/// Whether a count is 0 and need not be serialised.
+fn is_zero<T: Default + PartialEq>(count: &T) -> bool {
+    *count == T::default()
+}

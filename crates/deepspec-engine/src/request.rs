@@ -107,7 +107,7 @@ pub struct Cycle {
     /// Drafted tokens that were verified, up to an accepted stop token. A tree counts with its depth.
     pub proposed: u32,
     /// Nodes of the tree that were verified, down to the depth `proposed`; 0 for a block.
-    #[serde(default, skip_serializing_if = "is_zero")]
+    #[serde(default, skip_serializing_if = "crate::is_zero")]
     pub nodes: u32,
     /// Proposed tokens up to and including the first drafted stop token, accepted or not. Tokens
     /// after a stop token can be part of no answer. A tree counts with the depth of its longest such path.
@@ -119,10 +119,6 @@ pub struct Cycle {
     pub committed: u32,
     /// Confidence logits of the proposed tokens; empty without a confidence head.
     pub confidence: Vec<f32>,
-}
-
-fn is_zero(count: &u32) -> bool {
-    *count == 0
 }
 
 impl Cycle {

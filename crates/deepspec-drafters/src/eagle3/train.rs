@@ -4,7 +4,6 @@ use deepspec_core::FinalStates;
 use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::{LossNormalization, Recipe};
 use deepspec_models::ModelConfig;
-use deepspec_models::config::MAX_LAYERS;
 use deepspec_models::nn::{Builder, Heads};
 use deepspec_ops::distill_loss::{LossColumn, LossOutput, LossRecipe, SupervisedRows, distill_loss};
 use deepspec_ops::range;
@@ -16,9 +15,11 @@ use super::model::{
     Supervise,
 };
 use crate::block_common::{FROZEN_FACTOR, TRAINED_FACTOR};
-use crate::draft_model::{DraftDecoder, DrafterKind, PassRows, Plan, SampleSize, checkpoint_kind};
+use crate::draft_model::{DrafterKind, PassRows, Plan, SampleSize, checkpoint_kind};
 use crate::registration::{DrafterKindInfo, ParamGroup, RecipeSection};
-use crate::token_common::{HEADLINE, STEP_SUMS, TAU_SUMS, ratio, read_draft_vocab, step_metrics};
+use crate::token_common::{
+    HEADLINE, STEP_SUMS, TAU_SUMS, full_attention_decoder, ratio, read_draft_vocab, step_metrics,
+};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
 };
@@ -53,10 +54,8 @@ pub fn build_plan<D>(
     target: &ModelConfig,
 ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
     let draft_vocab = own.draft_vocab.as_deref().map(|path| read_draft_vocab(path, target)).transpose()?;
-    let windows = vec![None; own.num_draft_layers.min(MAX_LAYERS + 1)];
     let config = Eagle3Config {
-        decoder: DraftDecoder::new(target.draft_decoder(&windows), recipe, target)
-            .map_err(|(_, problem)| ("num_draft_layers", problem))?,
+        decoder: full_attention_decoder(own.num_draft_layers, recipe, target)?,
         settings: Eagle3Settings {
             ttt_length: own.ttt_length,
             step_loss_decay: own.step_loss_decay,
@@ -77,7 +76,7 @@ impl DrafterKind for Eagle3Modules {
     type Settings = Eagle3Settings;
     type Objective = Eagle3Objective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
-    const TREE_REFUSAL: Option<&'static str> = crate::token_common::TREE_REFUSAL;
+    const TREE_REFUSAL: Option<&'static str> = crate::drafter::TREE_REFUSAL;
 
     fn reads_last_token_state(objective: &Eagle3Objective) -> bool {
         objective.supervise == Supervise::Shifted

@@ -61,7 +61,7 @@ impl DrafterKind for MtpModules {
     type Settings = MtpSettings;
     type Objective = MtpObjective;
     const FINAL_STATES: FinalStates = FinalStates::All;
-    const TREE_REFUSAL: Option<&'static str> = crate::token_common::TREE_REFUSAL;
+    const TREE_REFUSAL: Option<&'static str> = crate::drafter::TREE_REFUSAL;
 
     fn new(b: &Builder, config: &MtpConfig) -> Self {
         Self::build(b, config)

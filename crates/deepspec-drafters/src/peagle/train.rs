@@ -4,7 +4,6 @@ use deepspec_core::FinalStates;
 use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::Recipe;
 use deepspec_models::ModelConfig;
-use deepspec_models::config::MAX_LAYERS;
 use deepspec_models::nn::{Builder, Heads};
 use deepspec_ops::distill_loss::{LossColumn, LossOutput, LossRecipe, SupervisedRows, distill_loss};
 use deepspec_ops::range;
@@ -15,9 +14,11 @@ use super::depths::{DownSampling, chains, is_supervised, supervised_positions};
 use super::model::{PEagle, PEagleConfig, PEagleModules, PEagleObjective, PEagleRecipe, PEagleSettings};
 use super::proposer::PEagleProposer;
 use crate::block_common::{FROZEN_FACTOR, TRAINED_FACTOR};
-use crate::draft_model::{DraftDecoder, DrafterKind, PassRows, Plan, SampleSize, checkpoint_kind};
+use crate::draft_model::{DrafterKind, PassRows, Plan, SampleSize, checkpoint_kind};
 use crate::registration::{DrafterKindInfo, ParamGroup, RecipeSection};
-use crate::token_common::{HEADLINE, STEP_SUMS, ratio, read_draft_vocab, step_metrics};
+use crate::token_common::{
+    HEADLINE, STEP_SUMS, full_attention_decoder, ratio, read_draft_vocab, step_metrics,
+};
 use crate::{
     ChoosePositions, ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions,
     TrainSample,
@@ -58,10 +59,8 @@ pub fn build_plan<D>(
     target: &ModelConfig,
 ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
     let draft_vocab = own.draft_vocab.as_deref().map(|path| read_draft_vocab(path, target)).transpose()?;
-    let windows = vec![None; own.num_draft_layers.min(MAX_LAYERS + 1)];
     let config = PEagleConfig {
-        decoder: DraftDecoder::new(target.draft_decoder(&windows), recipe, target)
-            .map_err(|(_, problem)| ("num_draft_layers", problem))?,
+        decoder: full_attention_decoder(own.num_draft_layers, recipe, target)?,
         settings: PEagleSettings {
             num_depths: own.num_depths,
             mask_token_id: own.mask_token_id,

@@ -17,15 +17,29 @@ pub use last_states::LastStates;
 pub use metrics::{HEADLINE, STEP_SUMS, TAU_SUMS, ratio, step_metrics};
 pub use proposer::TokenProposer;
 
+use deepspec_core::recipe::Recipe;
 use deepspec_engine::Context;
+use deepspec_models::ModelConfig;
+use deepspec_models::config::MAX_LAYERS;
 use deepspec_ops::kv_attention::{AttentionPlan, KvCache};
 use tch::Tensor;
 
-use crate::draft_model::{DraftModel, DrafterKind};
+use crate::ConfigIssue;
+use crate::draft_model::{DraftDecoder, DraftModel, DrafterKind};
 
-/// See [`DrafterKind::TREE_REFUSAL`].
-pub const TREE_REFUSAL: Option<&str> =
-    Some("it drafts one token after the other, and every node of a tree would take a pass of the drafter");
+/// The decoder of a recipe with this many draft layers, all with full attention.
+///
+/// # Errors
+/// A key of the recipe, and the problem with its value.
+pub fn full_attention_decoder<D>(
+    num_draft_layers: usize,
+    recipe: &Recipe<D>,
+    target: &ModelConfig,
+) -> Result<DraftDecoder, ConfigIssue> {
+    let windows = vec![None; num_draft_layers.min(MAX_LAYERS + 1)];
+    DraftDecoder::new(target.draft_decoder(&windows), recipe, target)
+        .map_err(|(_, problem)| ("num_draft_layers", problem))
+}
 
 /// A drafter that drafts one token after the other.
 pub trait TokenDrafter: DrafterKind {
