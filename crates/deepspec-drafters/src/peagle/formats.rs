@@ -59,7 +59,7 @@ fn reason_not_loaded(engine: Engine) -> &'static str {
     match engine {
         Engine::Vllm => NO_FC_NORM,
         Engine::Sglang => "it has no P-EAGLE, its Eagle3 drafts one token after the other",
-        Engine::LlamaCpp => "it has no P-EAGLE, its Eagle3 drafts one token after the other",
+        Engine::LlamaCpp => "llama.cpp has no P-EAGLE, its Eagle3 drafts one token after the other",
     }
 }
 
@@ -171,7 +171,7 @@ impl KindSettings for PEagleSettings {
     }
 
     fn gguf_parts(&self, _: &Drafter) -> Result<GgufParts, String> {
-        Err(format!("llama.cpp does not load it: {}", reason_not_loaded(Engine::LlamaCpp)))
+        Err(reason_not_loaded(Engine::LlamaCpp).into())
     }
 
     fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
