@@ -10,19 +10,22 @@ use safetensors::Dtype;
 use serde_json::Value as Json;
 
 use crate::convert::{check_target_matches, with_target_settings};
+use crate::draft_vocab::{D2T, DraftVocab};
 use crate::fields::Fields;
 use crate::kind::GgufParts;
 use crate::numbers::cast;
-use crate::shapes::{Heads, REBUILT_TENSORS, is_embed_or_head};
+use crate::shapes::{HEAD, Heads};
 use crate::tensors::torch_dtype_name;
 use crate::{Checkpoint, CheckpointError, Drafter, Target, folder, rope};
 
 /// Name of this format in errors.
 const FORMAT_NAME: &str = "gguf";
 
-/// Tensor names that all drafters share; only block drafters have `hidden_norm`.
-const TENSOR_NAMES: [(&str, &str); 3] = [
+/// Tensor names that all drafters share; only block drafters have `hidden_norm`, and only drafters with a reduced
+/// vocabulary have a head of their own.
+const TENSOR_NAMES: [(&str, &str); 4] = [
     ("fc.weight", "fc.weight"),
+    (HEAD, "output.weight"),
     ("hidden_norm.weight", "enc.output_norm.weight"),
     ("norm.weight", "output_norm.weight"),
 ];
@@ -39,8 +42,8 @@ pub struct GgufExport<'a> {
 /// Source of a tensor's values.
 enum ValueSource {
     Zeros,
-    /// Computed values.
-    Own(Vec<f32>),
+    /// Bytes of computed values.
+    Own(Vec<u8>),
     /// Values of a tensor of the checkpoint.
     Of(String),
     /// Values of the named tensor of the checkpoint, and its number of heads. The rows of each head are reordered so
@@ -100,7 +103,7 @@ impl<'a> GgufExport<'a> {
 
         let mut tensors = vec![];
         for (name, facts) in source.tensors().iter() {
-            if is_embed_or_head(name) || REBUILT_TENSORS.contains(&name) {
+            if source.is_target_tensor(name) {
                 continue;
             }
             let reference_name = source.format().to_reference_name(drafter.kind.as_ref(), name);
@@ -121,7 +124,14 @@ impl<'a> GgufExport<'a> {
         if let Some(factors) = rope.factors {
             let shape = vec![factors.len()];
             writer.tensor(Tensor { name: ROPE_FACTORS.into(), kind: TensorType::F32, shape });
-            tensors.push(ValueSource::Own(factors));
+            tensors.push(ValueSource::Own(factors.iter().flat_map(|factor| factor.to_le_bytes()).collect()));
+        }
+        if drafter.has_reduced_vocab() {
+            let vocab = DraftVocab::of_tensors(source.tensors(), drafter.vocab_size as usize)?;
+            // llama.cpp reads the target's ids, and not offsets to them.
+            let ids = vocab.tokens();
+            writer.tensor(Tensor { name: D2T.into(), kind: TensorType::I64, shape: vec![ids.len()] });
+            tensors.push(ValueSource::Own(ids.iter().flat_map(|id| id.to_le_bytes()).collect()));
         }
         for (name, shape) in parts.zeros {
             writer.tensor(Tensor { name: name.into(), kind: TensorType::F32, shape });
@@ -149,9 +159,7 @@ impl<'a> GgufExport<'a> {
     fn tensor_bytes(&self, number: usize, tensor: &Tensor) -> Result<Vec<u8>, CheckpointError> {
         let (name, heads) = match &self.tensors[number] {
             ValueSource::Zeros => return Ok(vec![0; tensor.bytes()]),
-            ValueSource::Own(values) => {
-                return Ok(values.iter().flat_map(|value| value.to_le_bytes()).collect());
-            }
+            ValueSource::Own(bytes) => return Ok(bytes.clone()),
             ValueSource::Of(name) => (name, None),
             ValueSource::Paired(name, heads) => (name, Some(*heads)),
         };
@@ -161,6 +169,7 @@ impl<'a> GgufExport<'a> {
             TensorType::F32 => Dtype::F32,
             TensorType::F16 => Dtype::F16,
             TensorType::Bf16 => Dtype::BF16,
+            TensorType::I64 => Dtype::I64,
         };
         let values = cast(tensors.bytes(name)?, facts.dtype, wanted).ok_or_else(|| {
             tensors.error(

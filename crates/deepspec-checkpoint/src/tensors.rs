@@ -77,6 +77,7 @@ impl Tensors {
                 TensorType::F32 => Dtype::F32,
                 TensorType::F16 => Dtype::F16,
                 TensorType::Bf16 => Dtype::BF16,
+                TensorType::I64 => Dtype::I64,
             };
             let bytes = stored.values() * stored.kind.decoded_type().bytes();
             (name.to_string(), TensorMetadata { dtype, shape: stored.shape.clone(), bytes })

@@ -13,6 +13,7 @@ fn widened(values: Vec<u8>, kind: TensorType) -> Vec<u8> {
     let halves = values.as_chunks::<2>().0.iter();
     match kind {
         TensorType::F32 => values,
+        TensorType::I64 => panic!("no type of blocks"),
         TensorType::F16 => halves.flat_map(|&half| f16::from_le_bytes(half).to_f32().to_le_bytes()).collect(),
         TensorType::Bf16 => {
             halves.flat_map(|&half| bf16::from_le_bytes(half).to_f32().to_le_bytes()).collect()

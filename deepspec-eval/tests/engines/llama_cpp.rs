@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use deepspec_drafters::Eagle3Norms;
 use deepspec_testkit::conversations::tokenizers;
 use deepspec_testkit::skip::{Kind as Skipped, skip};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
@@ -14,7 +15,10 @@ use serde_json::{Value, json};
 use crate::common::gguf::{llama_gguf, target_gguf};
 use crate::common::training::smoke;
 use crate::common::{deepspec_eval, repository, run_ok, target_dir, traces};
-use crate::drafters::{BlockOptions, REAL_TAPS, RealModel, dflash, eagle3, edited, filling_in, stretched};
+use crate::drafters::{
+    BlockOptions, REAL_TAPS, RealModel, dflash, eagle3, eagle3_variant, edited, filling_in, some_tokens,
+    stretched,
+};
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, near_tie, ours, prompts};
 
@@ -196,6 +200,18 @@ fn llama_cpp_runs_eagle3_cycle_by_cycle() {
     llama_gguf(&file);
     let target = deepspec_checkpoint::gguf::unpack(&file, &cache).unwrap();
     agrees_on(&server, [&target, &file], eagle3(&target, [0, 2, 4], 60).path(), LIMIT, 0);
+}
+
+#[test]
+fn llama_cpp_runs_eagle3_with_a_reduced_vocabulary_and_further_norms_cycle_by_cycle() {
+    let Some(server) = llama_server() else { return };
+    let root = tempfile::tempdir().unwrap();
+    let [file, cache] = ["target.gguf", "unpacked"].map(|name| root.path().join(name));
+    llama_gguf(&file);
+    let target = deepspec_checkpoint::gguf::unpack(&file, &cache).unwrap();
+    let norms = Eagle3Norms { before_residual: true, before_fc: true, fc: false, output: false };
+    let drafter = eagle3_variant(&target, [0, 2, 4], 60, Some(some_tokens()), norms);
+    agrees_on(&server, [&target, &file], drafter.path(), LIMIT, 0);
 }
 
 #[test]

@@ -4,14 +4,14 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use deepspec_checkpoint::DraftVocab;
 use deepspec_drafters::Eagle3Norms;
 use deepspec_testkit::skip::vllm_python;
 use serde_json::{Value, json};
 
 use crate::common::{deepspec_eval, repository, target_dir};
 use crate::drafters::{
-    BlockOptions, RealModel, dflash, dspark, eagle3, eagle3_variant, filling_in, peagle, stretched,
+    BlockOptions, RealModel, dflash, dspark, eagle3, eagle3_variant, filling_in, peagle, some_tokens,
+    stretched,
 };
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, accepted, drafting, near_tie, ours, prompts};
@@ -140,11 +140,8 @@ fn vllm_runs_eagle3_cycle_by_cycle() {
 #[test]
 fn vllm_runs_eagle3_with_a_reduced_vocabulary_cycle_by_cycle() {
     let Some(python) = vllm_python() else { return };
-    // Every seventh token cannot be drafted, and of the rest the last ones.
-    let counts: Vec<u64> = (0..1024).map(|id| if id % 7 == 0 { 0 } else { 1024 - id }).collect();
-    let vocab = DraftVocab::most_frequent(&counts, 600).unwrap();
-    let norms = Eagle3Norms::default();
-    agrees_with_vllm(&python, eagle3_variant(&target_dir(), [0, 2, 4], 60, Some(vocab), norms).path(), 0);
+    let drafter = eagle3_variant(&target_dir(), [0, 2, 4], 60, Some(some_tokens()), Eagle3Norms::default());
+    agrees_with_vllm(&python, drafter.path(), 0);
 }
 
 #[test]
@@ -163,10 +160,8 @@ fn vllm_runs_p_eagle_cycle_by_cycle() {
 #[test]
 fn vllm_runs_p_eagle_with_a_reduced_vocabulary_and_further_norms_cycle_by_cycle() {
     let Some(python) = vllm_python() else { return };
-    let counts: Vec<u64> = (0..1024).map(|id| if id % 7 == 0 { 0 } else { 1024 - id }).collect();
-    let vocab = DraftVocab::most_frequent(&counts, 600).unwrap();
     let norms = Eagle3Norms { before_residual: true, before_fc: true, fc: false, output: false };
-    agrees_with_vllm(&python, peagle(Some(vocab), norms).path(), 0);
+    agrees_with_vllm(&python, peagle(Some(some_tokens()), norms).path(), 0);
 }
 
 /// The server command of the engine's page, adapted to the build for CPUs. Other drafters need

@@ -73,6 +73,8 @@ pub enum TensorType {
     F16,
     /// bfloat16.
     Bf16,
+    /// int64, for token ids.
+    I64,
 }
 
 impl TensorType {
@@ -81,6 +83,7 @@ impl TensorType {
         match self {
             Self::F32 => 0,
             Self::F16 => 1,
+            Self::I64 => 27,
             Self::Bf16 => 30,
         }
     }
@@ -90,6 +93,7 @@ impl TensorType {
         match self {
             Self::F32 => 4,
             Self::F16 | Self::Bf16 => 2,
+            Self::I64 => 8,
         }
     }
 
@@ -99,6 +103,8 @@ impl TensorType {
             Self::F32 => 0,
             Self::F16 => 1,
             Self::Bf16 => 32,
+            // llama.cpp's value for "not told".
+            Self::I64 => 1024,
         }
     }
 }

@@ -256,21 +256,21 @@ impl KindSettings for Eagle3Settings {
                 drafter.taps.len()
             ));
         }
-        if !(Eagle3Norms { before_residual: false, ..self.norms }).is_original() {
-            return Err(format!("llama.cpp's Eagle3 has no further norms ({})", self.norms.set_keys()));
+        let Eagle3Norms { before_residual, before_fc, .. } = self.norms;
+        let unknown = Eagle3Norms { before_residual: false, before_fc: false, ..self.norms };
+        if !unknown.is_original() {
+            return Err(format!("llama.cpp's Eagle3 has no further norms ({})", unknown.set_keys()));
         }
-        if drafter.has_reduced_vocab() {
-            return Err("its vocabulary is reduced, and its own LM head is not written as GGUF".into());
-        }
+        let known = Eagle3Norms { before_residual, before_fc, ..Eagle3Norms::default() };
         Ok(GgufParts {
             architecture: "eagle3",
             keys: {
                 let mut keys = vec![("target_hidden_size", GgufValue::U32(drafter.hidden_size as u32))];
-                if self.norms.before_residual {
-                    keys.push((NORM_BEFORE_RESIDUAL, GgufValue::Bool(true)));
-                }
+                let norms = known.flags().into_iter().filter(|(_, is_set)| *is_set);
+                keys.extend(norms.map(|(key, _)| (key, GgufValue::Bool(true))));
                 keys
             },
+            names: vec![("input_norm.weight", "enc.output_norm.weight")],
             layer_names: vec![("hidden_norm.weight", "attn_norm_2.weight")],
             interleaved_rope: true,
             ..GgufParts::default()

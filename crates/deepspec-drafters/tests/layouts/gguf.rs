@@ -195,9 +195,8 @@ fn llama_eagle3() -> Folder {
     folder
 }
 
-#[test]
-fn llama_cpps_package_reads_an_eagle3() {
-    let drafter = llama_eagle3();
+/// Names of an Eagle3's tensors in GGUF, and what each holds.
+fn eagle3_names(drafter: &Folder) -> Map<String, Value> {
     let config = drafter.config();
     let paired =
         |name: &str, heads: &str| json!({"pairs": config[heads], "of": format!("layers.0.{name}.weight")});
@@ -209,7 +208,14 @@ fn llama_cpps_package_reads_an_eagle3() {
         ("blk.0.attn_k.weight", paired("self_attn.k_proj", "num_key_value_heads")),
         ("rope_freqs.weight", json!({"config": drafter.path().join("config.json")})),
     ];
-    let names = names.map(|(there, here)| (there.to_string(), here)).into_iter().collect();
+    names.map(|(there, here)| (there.to_string(), here)).into_iter().collect()
+}
+
+#[test]
+fn llama_cpps_package_reads_an_eagle3() {
+    let drafter = llama_eagle3();
+    let config = drafter.config();
+    let names = eagle3_names(&drafter);
     let Some((told, method)) = read_all(&drafter, TensorType::F32, &[], names) else { return };
     let fields = &told["fields"];
     assert_eq!((method, &fields["general.architecture"]), ("eagle3", &json!("eagle3")));
@@ -232,6 +238,51 @@ fn llama_cpps_package_reads_an_eagle3() {
     );
     let refused = GgufExport::plan(&source, &target, None).err().unwrap().to_string();
     assert!(refused.contains("1 layer and 3 taps, and not 1 and 4"), "{refused}");
+}
+
+/// llama.cpp reads the target's ids of a reduced vocabulary, and not offsets to them.
+#[test]
+fn llama_cpps_package_reads_an_eagle3_with_a_reduced_vocabulary_and_further_norms() {
+    let drafter = llama_eagle3();
+    let mut config = drafter.config();
+    let (width, size) = (config["hidden_size"].as_u64().unwrap() as usize, 300);
+    config["draft_vocab_size"] = json!(size);
+    config["norm_before_residual"] = json!(true);
+    config["norm_before_fc"] = json!(true);
+    drafter.put(&config);
+    let mut tensors = crate::common::bytes(&drafter);
+    let floats = |shape: &[usize]| {
+        let values = noise(7, shape.iter().product());
+        (Dtype::F32, shape.to_vec(), values.iter().flat_map(|value| value.to_le_bytes()).collect())
+    };
+    tensors.insert("lm_head.weight".into(), floats(&[size, width]));
+    tensors.insert("input_norm.weight".into(), floats(&[3 * width]));
+    // Draft id i stands for token 3i + 1.
+    let offsets = (0..size as i64).flat_map(|id| (2 * id + 1).to_le_bytes()).collect();
+    tensors.insert("d2t".into(), (Dtype::I64, vec![size], offsets));
+    crate::common::write(&drafter.path().join("model.safetensors"), &tensors);
+
+    let mut names = eagle3_names(&drafter);
+    names.insert("output.weight".into(), json!("lm_head.weight"));
+    names.insert("enc.output_norm.weight".into(), json!("input_norm.weight"));
+    names.insert("d2t".into(), json!({"token_ids": "d2t"}));
+    let Some((told, _)) = read_all(&drafter, TensorType::F32, &[], names) else { return };
+    let kinds = |name: &str| told["tensors"][name].as_str().unwrap().to_string();
+    assert_eq!(
+        ["d2t", "output.weight", "enc.output_norm.weight"].map(kinds),
+        ["I64", "F32", "F32"].map(String::from)
+    );
+    for key in ["norm_before_residual", "norm_before_fc"] {
+        assert_eq!(told["fields"][format!("eagle3.{key}")], true, "{key}");
+    }
+
+    let unknown = crate::common::edited(&llama_eagle3(), |config| config["norm_output"] = json!(true));
+    let (source, target) = (
+        open_checkpoint(unknown.path()).unwrap(),
+        Target::open(&asset("tiny-target"), "owner/target").unwrap(),
+    );
+    let refused = GgufExport::plan(&source, &target, None).err().unwrap().to_string();
+    assert!(refused.contains("no further norms (norm_output)"), "{refused}");
 }
 
 #[test]

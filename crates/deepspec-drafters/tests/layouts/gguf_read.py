@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import torch
-from gguf import GGUFReader, dequantize
+from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -26,6 +26,9 @@ def expected_of(source, shape):
         return torch.zeros(shape)
     if isinstance(source, str):
         return weights[source].float()
+    if "token_ids" in source:
+        offsets = weights[source["token_ids"]]
+        return torch.arange(len(offsets)) + offsets
     if "pairs" in source:
         whole = weights[source["of"]].float()
         heads = whole.view(source["pairs"], 2, -1, whole.shape[-1])
@@ -37,7 +40,8 @@ def expected_of(source, shape):
 
 
 for tensor in reader.tensors:
-    values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+    ids = tensor.tensor_type == GGMLQuantizationType.I64
+    values = tensor.data if ids else dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
     # Dimensions are told fastest first.
     shape = [int(size) for size in reversed(tensor.shape)]
     source = names.pop(tensor.name)
