@@ -10,16 +10,23 @@ use super::{Builder, Init, Linear, RmsNorm, Rotation};
 /// Projections of grouped-query attention, and the norms of its heads.
 pub struct Attention {
     pub(super) q_proj: Linear,
-    pub(super) k_proj: Linear,
-    pub(super) v_proj: Option<Linear>,
+    /// None if the keys and values are another model's.
+    pub(super) keys_values: Option<KeyValueProjection>,
     pub(super) o_proj: Linear,
     pub(super) q_norm: Option<RmsNorm>,
-    pub(super) k_norm: Option<RmsNorm>,
-    /// ε of the values' norm; None if values are not normed.
-    pub(super) v_norm: Option<f64>,
     /// Attention sinks, `[H]`; None if there are none.
     pub(super) sinks: Option<Tensor>,
     pub(super) heads: Heads,
+}
+
+/// Projections of keys and values, and their norms.
+pub struct KeyValueProjection {
+    pub(super) k_proj: Linear,
+    pub(super) v_proj: Option<Linear>,
+    pub(super) k_norm: Option<RmsNorm>,
+    /// ε of the values' norm; None if values are not normed.
+    pub(super) v_norm: Option<f64>,
+    heads: Heads,
 }
 
 impl Attention {
@@ -36,49 +43,91 @@ impl Attention {
             }
         };
         let v_proj = (spec.value != ValueSource::SharesKey).then(|| projection("v_proj", narrow));
-        let norm = |part: &str| {
-            RmsNorm::with_weight(b, &format!("{name}.{part}"), heads.dim, spec.eps, spec.norm_weight)
-        };
-        let norm = |part| spec.qk_norm.then(|| norm(part));
+        let q_proj = projection("q_proj", wide);
+        let k_proj = projection("k_proj", narrow);
+        let o_proj = Linear::new(b, &format!("{name}.o_proj"), wide, d);
+        let q_norm = head_norm(b, name, "q_norm", spec);
+        let k_norm = head_norm(b, name, "k_norm", spec);
+        let v_norm = (spec.value != ValueSource::Projected).then_some(spec.eps);
+        let keys_values = Some(KeyValueProjection { k_proj, v_proj, k_norm, v_norm, heads });
+        let sinks = spec
+            .attention
+            .sinks
+            .then(|| b.get(&format!("{name}.{ATTENTION_SINK_BIAS}"), &[heads.query], Init::Zeros));
+        Self { q_proj, keys_values, o_proj, q_norm, sinks, heads }
+    }
+
+    /// Attention without keys and values of its own, as in layers that read another model's.
+    pub(super) fn queries_only(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
+        let (d, heads) = (spec.hidden_size, spec.attention.heads);
+        let wide = heads.query * heads.dim;
         Self {
-            q_proj: projection("q_proj", wide),
-            k_proj: projection("k_proj", narrow),
-            v_proj,
+            q_proj: Linear::new(b, &format!("{name}.q_proj"), d, wide),
+            keys_values: None,
             o_proj: Linear::new(b, &format!("{name}.o_proj"), wide, d),
-            q_norm: norm("q_norm"),
-            k_norm: norm("k_norm"),
-            v_norm: (spec.value != ValueSource::Projected).then_some(spec.eps),
-            sinks: spec
-                .attention
-                .sinks
-                .then(|| b.get(&format!("{name}.{ATTENTION_SINK_BIAS}"), &[heads.query], Init::Zeros)),
+            q_norm: head_norm(b, name, "q_norm", spec),
+            sinks: None,
             heads,
         }
     }
 
     /// Whether a projection has a bias.
     pub(super) fn has_bias(&self) -> bool {
-        let projections = [&self.q_proj, &self.k_proj, &self.o_proj];
-        projections.into_iter().chain(&self.v_proj).any(Linear::has_bias)
+        let of_keys = self.keys_values.iter().flat_map(|own| std::iter::once(&own.k_proj).chain(&own.v_proj));
+        [&self.q_proj, &self.o_proj].into_iter().chain(of_keys).any(Linear::has_bias)
     }
 
     /// Queries, keys and values of `x [M, input]`, normed and rotated. `repeat` expands M rows to N rows before
-    /// the rotation.
+    /// the rotation. Without keys of its own, attention has no rows of keys and values.
     pub(super) fn project(&self, x: &Tensor, repeat: &dyn Fn(&Tensor) -> Tensor, rotation: &Rotation) -> Qkv {
         let q = self.q_proj.forward(x).view([-1, self.heads.query, self.heads.dim]);
         let q = apply_optional_norm(self.q_norm.as_ref(), q);
-        let (k, v) = self.project_keys_values(x);
+        let (k, v) = match &self.keys_values {
+            Some(own) => {
+                let (k, v) = own.project_unrotated(x);
+                (rotation.rotate(&repeat(&k)), repeat(&v))
+            }
+            None => {
+                let none =
+                    || Tensor::zeros([0, self.heads.key_value, self.heads.dim], (x.kind(), x.device()));
+                (none(), none())
+            }
+        };
         let sinks = self.sinks.as_ref().map(Tensor::shallow_clone);
-        Qkv { q: rotation.rotate(&repeat(&q)), k: rotation.rotate(&repeat(&k)), v: repeat(&v), sinks }
+        Qkv { q: rotation.rotate(&repeat(&q)), k, v, sinks }
     }
 
     /// Keys and values `[N, G, D]` of a context `x [N, input]`, normed and rotated.
+    ///
+    /// # Panics
+    /// If the keys and values are another model's.
     pub fn project_context(&self, x: &Tensor, rotation: &Rotation) -> (Tensor, Tensor) {
-        let (k, v) = self.project_keys_values(x);
+        self.keys_values.as_ref().expect("drafters of contexts have keys of their own").project(x, rotation)
+    }
+}
+
+impl KeyValueProjection {
+    /// Requests the projections of the attention `name`, without its queries.
+    pub fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
+        let (d, heads) = (spec.hidden_size, spec.attention.heads);
+        let narrow = heads.key_value * heads.dim;
+        let projection = |part: &str| Linear::new(b, &format!("{name}.{part}"), d, narrow);
+        Self {
+            k_proj: projection("k_proj"),
+            v_proj: (spec.value != ValueSource::SharesKey).then(|| projection("v_proj")),
+            k_norm: head_norm(b, name, "k_norm", spec),
+            v_norm: (spec.value != ValueSource::Projected).then_some(spec.eps),
+            heads,
+        }
+    }
+
+    /// Keys and values `[N, G, D]` of `x [N, input]`, normed and rotated.
+    pub fn project(&self, x: &Tensor, rotation: &Rotation) -> (Tensor, Tensor) {
+        let (k, v) = self.project_unrotated(x);
         (rotation.rotate(&k), v)
     }
 
-    fn project_keys_values(&self, x: &Tensor) -> (Tensor, Tensor) {
+    fn project_unrotated(&self, x: &Tensor) -> (Tensor, Tensor) {
         let shape = [-1, self.heads.key_value, self.heads.dim];
         let k = self.k_proj.forward(x).view(shape);
         let v = self.v_proj.as_ref().map_or_else(|| k.shallow_clone(), |v| v.forward(x).view(shape));
@@ -88,6 +137,15 @@ impl Attention {
         };
         (apply_optional_norm(self.k_norm.as_ref(), k), v)
     }
+}
+
+/// The norm of the heads of queries or keys; None if the layer has none.
+fn head_norm(b: &Builder, name: &str, part: &str, spec: &LayerSpec) -> Option<RmsNorm> {
+    let norm = || {
+        let dim = spec.attention.heads.dim;
+        RmsNorm::with_weight(b, &format!("{name}.{part}"), dim, spec.eps, spec.norm_weight)
+    };
+    spec.qk_norm.then(norm)
 }
 
 /// Applies the norm to `x`. Returns `x` unchanged if there is none.

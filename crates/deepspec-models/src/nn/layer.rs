@@ -77,9 +77,19 @@ impl DecoderLayer {
     }
 
     fn with_input_width(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Self {
+        let attention = Attention::new(b, &format!("{name}.self_attn"), spec, input);
+        Self::around(b, name, spec, attention)
+    }
+
+    /// The layer `name` whose attention has no keys and values of its own. The caller's [`Attend`] brings another model's.
+    pub fn with_queries_only(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
+        Self::around(b, name, spec, Attention::queries_only(b, &format!("{name}.self_attn"), spec))
+    }
+
+    /// The layer around this attention.
+    fn around(b: &Builder, name: &str, spec: &LayerSpec, attention: Attention) -> Self {
         let (size, eps, form) = (spec.hidden_size, spec.eps, spec.norm_weight);
         let norm = |part: &str| RmsNorm::with_weight(b, &format!("{name}.{part}"), size, eps, form);
-        let attention = Attention::new(b, &format!("{name}.self_attn"), spec, input);
         let mlp = Mlp::new(b, &format!("{name}.mlp"), spec);
         let input_norm = norm("input_layernorm");
         // `post_attention_layernorm` is the norm before the MLP in Llama, and the norm after attention in Gemma.
@@ -179,15 +189,19 @@ impl DecoderLayer {
             && self.layer_scalar.is_none()
             && self.residual_scale == 1.0
             && !attention.has_bias()
-            && attention.v_norm.is_none()
             && attention.sinks.is_none()
-            && attention.q_norm.is_some() == attention.k_norm.is_some()
             && mlp.activation == Activation::Silu;
-        is_pre_norm.then_some(())?;
-        let qk_norms = attention.q_norm.as_ref().zip(attention.k_norm.as_ref());
+        let keys_values = attention.keys_values.as_ref().filter(|_| is_pre_norm)?;
+        let has_equal_norms = attention.q_norm.is_some() == keys_values.k_norm.is_some();
+        (keys_values.v_norm.is_none() && has_equal_norms).then_some(())?;
+        let qk_norms = attention.q_norm.as_ref().zip(keys_values.k_norm.as_ref());
         Some(LayerWeights {
             input_norm: self.input_norm.params(),
-            qkv: [attention.q_proj.weight(), attention.k_proj.weight(), attention.v_proj.as_ref()?.weight()],
+            qkv: [
+                attention.q_proj.weight(),
+                keys_values.k_proj.weight(),
+                keys_values.v_proj.as_ref()?.weight(),
+            ],
             qk_norms: qk_norms.map(|(q, k)| [q.params(), k.params()]),
             output: attention.o_proj.weight(),
             mlp_norm: self.mlp_norm.params(),

@@ -10,6 +10,7 @@ mod rope;
 mod spec;
 mod vocabulary;
 
+pub use attention::KeyValueProjection;
 pub use builder::{Builder, Init, StateDict};
 pub use deepspec_ops::{Activation, AttentionSpec, Heads, Qkv, RopeSpec, Rotation, Scaling, Weight, Yarn};
 pub use gru::Gru;

@@ -33,6 +33,16 @@ impl EmbedHead {
         &self.lm_head
     }
 
+    /// Shares both tensors with another model.
+    pub fn share(&self) -> Self {
+        Self {
+            embed_tokens: self.embed_tokens.shallow_clone(),
+            lm_head: self.lm_head.share(),
+            scale: self.scale.as_ref().map(Tensor::shallow_clone),
+            softcap: self.softcap,
+        }
+    }
+
     /// Token embeddings `[.., d]`.
     pub fn embed(&self, tokens: &Tensor) -> Tensor {
         let x = Tensor::embedding(&self.embed_tokens, tokens, -1, false, false);
