@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use common::training::{GAMMA, Lessons, smoke, train};
-use common::{answers, deepspec_eval, repository, results};
+use common::{answers, assert_refused, deepspec_eval, repository, results};
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockSpec, ConfidenceSettings, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder,
@@ -123,6 +123,24 @@ fn a_run_is_lossless_and_its_confidences_are_calibrated() {
     let place = ["--output-dir", used.to_str().unwrap()];
     evaluated(&["run"], &path("draft"), &[&args[..], &place].concat());
     assert_eq!(answers(&used), expected, "a calibration decides about confidences alone");
+}
+
+/// Google's own drafter reads the target's keys and values. Random weights draft badly.
+#[test]
+fn a_run_with_an_assistant_is_lossless_and_other_commands_refuse_it_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let [plain, drafted, assistant] = ["plain", "drafted", "assistant"].map(|name| dir.path().join(name));
+    fs::create_dir(&assistant).unwrap();
+    tiny::gemma4_assistant(&assistant, 512);
+    let assistant = assistant.to_str().unwrap();
+    let (expected, _) = run("none", &plain);
+    let (found, results) = run(assistant, &drafted);
+    assert_eq!(found, expected);
+    assert_eq!((&results["drafter"]["block_size"], &results["drafter"]["taps"]), (&json!(7), &json!([1, 2])));
+    let doctor = ["checkpoint", "doctor", "--target", &path("target"), "--draft", assistant];
+    assert_refused(&deepspec_eval(&doctor), 2, &["an assistant of Gemma 4 is read beside its target"]);
+    let inspect = ["checkpoint", "inspect", assistant];
+    assert_refused(&deepspec_eval(&inspect), 1, &["Gemma4UnifiedAssistantForCausalLM"]);
 }
 
 /// The doctor's report with this mask token in the drafter's config.json.

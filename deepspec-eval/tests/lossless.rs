@@ -300,7 +300,7 @@ impl Replay {
     fn new(draft: Option<&Path>, options: EngineOptions, policy: Policy, id: &str) -> Self {
         let dir = common::target_dir();
         let tokenizer = ChatTokenizer::load(&dir).unwrap();
-        let load = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
+        let load = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, target: None };
         let drafter = draft.map(|dir| deepspec_drafters::load_drafter(dir, &load).unwrap());
         let taps = drafter.as_ref().map_or(vec![], |drafter| drafter.taps().to_vec());
         let (logits, blocks) = (Shared::default(), Shared::default());

@@ -141,8 +141,11 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
             // slots or batches.
             let options = TargetOptions { device, kind, slots: 1, taps: recipe.target.layer_ids.clone() };
             let target = TargetModel::load(&source.dir, &options).unwrap();
-            let drafter =
-                deepspec_drafters::load_drafter(&step, &DrafterOptions { device, kind, slots: 1 }).unwrap();
+            let drafter = deepspec_drafters::load_drafter(
+                &step,
+                &DrafterOptions { device, kind, slots: 1, target: None },
+            )
+            .unwrap();
             let options = EngineOptions {
                 slots: 1,
                 context,

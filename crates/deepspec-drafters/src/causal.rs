@@ -48,7 +48,7 @@ impl CausalProposer {
     /// # Errors
     /// As [`TargetModel::load`].
     pub fn load(dir: &Path, options: &DrafterOptions) -> Result<Self, ModelError> {
-        let DrafterOptions { device, kind, slots } = *options;
+        let DrafterOptions { device, kind, slots, .. } = *options;
         let model = TargetModel::load(dir, &TargetOptions { device, kind, slots, taps: vec![] })?;
         Ok(Self::new(model, slots))
     }

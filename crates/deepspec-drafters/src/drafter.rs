@@ -1,6 +1,6 @@
 //! Traits with which the programs train, run and examine drafters of any kind.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use deepspec_core::{FinalStates, SlotTarget, Tap};
 use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
@@ -21,6 +21,8 @@ pub struct DrafterOptions {
     pub kind: Kind,
     /// Maximum number of sequences at a time.
     pub slots: usize,
+    /// Folder of the target, for drafters that read parts of it; None if there is no target.
+    pub target: Option<PathBuf>,
 }
 
 /// A drafter for evaluation and serving.

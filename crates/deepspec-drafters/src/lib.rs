@@ -6,6 +6,7 @@
 //! Shapes: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary. H heads, G key/value
 //! heads, D head dim, S slots of an engine. A blocks, B slots of a block, γ tokens that it drafts, r Markov rank.
 
+mod assistant;
 mod block_common;
 mod causal;
 mod dflash2;
@@ -24,6 +25,7 @@ mod token_common;
 mod train_state;
 mod xpress;
 
+pub use assistant::{Assistant, AssistantProposer};
 pub use block_common::{
     BlockBatch, BlockDrafter, BlockProposerOf, BlockSpec, ConfidenceInputs, LayerType, LossSum,
     anchor_candidates, slot_weight, supervised_draft_count,

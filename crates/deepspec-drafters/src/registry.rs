@@ -16,12 +16,12 @@ use serde_json::{Map, Value, json};
 
 use crate::registration::{CheckpointKind, DrafterKindInfo};
 use crate::{
-    Drafter, DrafterOptions, DrafterPlan, DrafterSpec, Recipe, causal, dflash2, domino, dspark, eagle3, mtp,
-    peagle, xpress,
+    Drafter, DrafterOptions, DrafterPlan, DrafterSpec, Recipe, assistant, causal, dflash2, domino, dspark,
+    eagle3, mtp, peagle, xpress,
 };
 
 /// All kinds of drafters, in the order of messages.
-const DRAFTER_KINDS: [&DrafterKindInfo; 9] = [
+const DRAFTER_KINDS: [&DrafterKindInfo; 10] = [
     &dspark::DSPARK_INFO,
     &dspark::DFLASH_INFO,
     &dflash2::DFLASH2_INFO,
@@ -30,6 +30,7 @@ const DRAFTER_KINDS: [&DrafterKindInfo; 9] = [
     &eagle3::EAGLE3_INFO,
     &peagle::PEAGLE_INFO,
     &mtp::MTP_INFO,
+    &assistant::ASSISTANT_INFO,
     &causal::CAUSAL_INFO,
 ];
 

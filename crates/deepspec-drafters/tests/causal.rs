@@ -39,7 +39,7 @@ fn shallow(dir: &Path) {
 }
 
 fn load(draft: &Path, slots: usize) -> Box<dyn Drafter> {
-    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots };
+    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots, target: None };
     let mut drafter =
         deepspec_drafters::load_drafter(draft, &options).unwrap_or_else(|error| panic!("{error}"));
     drafter.set_draft_len(GAMMA);
@@ -118,7 +118,7 @@ fn a_model_of_another_vocabulary_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let error = {
         variant(dir.path(), |config| config["vocab_size"] = 1000.into());
-        let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
+        let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, target: None };
         match deepspec_drafters::load_drafter(dir.path(), &options) {
             Err(error) => error.to_string(),
             Ok(_) => panic!("the embedding has 1024 rows"),

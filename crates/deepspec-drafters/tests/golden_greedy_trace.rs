@@ -13,7 +13,7 @@ use deepspec_testkit::golden::Case;
 use tch::Kind;
 
 fn run(case: &Case, drafter: &str, name: &str, threshold: f64, with_stops: bool, slots: usize) {
-    let options = DrafterOptions { device: device(), kind: Kind::Float, slots };
+    let options = DrafterOptions { device: device(), kind: Kind::Float, slots, target: None };
     let drafter = deepspec_drafters::load_drafter(&case.dir.join(drafter), &options)
         .unwrap_or_else(|error| panic!("{error}"));
     let options = TargetOptions { device: device(), kind: Kind::Float, slots, taps: drafter.taps().to_vec() };

@@ -240,7 +240,7 @@ impl<K: BlockDrafter> Modules for DraftModel<K> {
 /// Answers at temperature 0 of the embedded target with a drafter of the repository.
 fn answers(drafter: &str, options: EngineOptions) -> Vec<Completion> {
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets");
-    let load = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: options.slots };
+    let load = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: options.slots, target: None };
     let drafter: Box<dyn Drafter> = deepspec_drafters::load_drafter(&assets.join(drafter), &load)
         .unwrap_or_else(|error| panic!("{error}"));
     let load = TargetOptions {

@@ -271,7 +271,10 @@ fn load_engine(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, u
     let (kind, slots) = (deepspec_ops::default_dtype(device), args.max_num_seqs);
     let dir = args.draft.as_ref().filter(|_| args.schedule != Policy::Plain);
     let drafter = match dir {
-        Some(dir) => Some(deepspec_drafters::load_drafter(dir, &DrafterOptions { device, kind, slots })?),
+        Some(dir) => {
+            let options = DrafterOptions { device, kind, slots, target: Some(model.to_path_buf()) };
+            Some(deepspec_drafters::load_drafter(dir, &options)?)
+        }
         None => None,
     };
     if let Some(drafter) = drafter.as_ref().filter(|_| args.schedule.reads_confidence())

@@ -20,6 +20,9 @@ const NUM_HEADS: usize = 16;
 const HEAD_DIM: usize = 32;
 const GLOBAL_HEAD_DIM: usize = 64;
 
+/// Sliding window of [`gemma4`].
+const GEMMA4_WINDOW: usize = 300;
+
 /// Writes a random Gemma 4 to `dir`, with the golden tokenizer and template and a context of
 /// `longest` tokens. It has four layers (sliding, full, sliding, full; windows of 300 tokens). It
 /// is stored like a multimodal checkpoint, with a tensor of the vision part.
@@ -31,24 +34,7 @@ pub fn gemma4(dir: &Path, longest: usize) {
         ("model.vision_embedder.patch_dense.weight".into(), vec![3, 5]),
     ];
     for (layer, kind) in kinds.iter().enumerate() {
-        // Full layers have wider heads and one key/value head, whose keys are also the values.
-        let (dim, key_value, own_value) =
-            if *kind == "full_attention" { (GLOBAL_HEAD_DIM, 1, None) } else { (HEAD_DIM, 2, Some("v")) };
-        let (queries, keys) = (NUM_HEADS * dim, key_value * dim);
-        let attention = [("q", queries), ("k", keys)].into_iter().chain(own_value.map(|v| (v, keys)));
-        let mut own: Vec<(String, Vec<usize>)> = attention
-            .map(|(part, rows)| (format!("self_attn.{part}_proj.weight"), vec![rows, HIDDEN_SIZE]))
-            .collect();
-        own.push(("self_attn.o_proj.weight".into(), vec![HIDDEN_SIZE, queries]));
-        own.extend(["q", "k"].map(|part| (format!("self_attn.{part}_norm.weight"), vec![dim])));
-        own.extend(
-            ["gate", "up"]
-                .map(|part| (format!("mlp.{part}_proj.weight"), vec![INTERMEDIATE_SIZE, HIDDEN_SIZE])),
-        );
-        own.push(("mlp.down_proj.weight".into(), vec![HIDDEN_SIZE, INTERMEDIATE_SIZE]));
-        let norms = ["input", "post_attention", "pre_feedforward", "post_feedforward"];
-        own.extend(norms.map(|norm| (format!("{norm}_layernorm.weight"), vec![HIDDEN_SIZE])));
-        own.push(("layer_scalar".into(), vec![1]));
+        let own = gemma4_layer(kind, HIDDEN_SIZE, INTERMEDIATE_SIZE, true);
         tensors.extend(
             own.into_iter()
                 .map(|(name, shape)| (format!("model.language_model.layers.{layer}.{name}"), shape)),
@@ -59,19 +45,75 @@ pub fn gemma4(dir: &Path, longest: usize) {
         "model_type": "gemma4_unified",
         "tie_word_embeddings": true,
         "vision_config": {"model_type": "gemma4_unified_vision"},
-        "text_config": {
-            "model_type": "gemma4_unified_text", "hidden_size": HIDDEN_SIZE, "intermediate_size": INTERMEDIATE_SIZE, "vocab_size": VOCAB_SIZE,
-            "num_hidden_layers": kinds.len(), "layer_types": kinds, "sliding_window": 300,
-            "num_attention_heads": NUM_HEADS, "num_key_value_heads": 2, "head_dim": HEAD_DIM,
-            "num_global_key_value_heads": 1, "global_head_dim": GLOBAL_HEAD_DIM, "attention_k_eq_v": true,
-            "final_logit_softcapping": 30.0, "max_position_embeddings": longest, "eos_token_id": [1, 6],
-        },
+        "text_config": gemma4_text_config(&kinds, HIDDEN_SIZE, INTERMEDIATE_SIZE, longest),
     });
     write_model(dir, &config, &tensors);
     for file in ["tokenizer.json", "tokenizer_config.json"] {
         let from = golden::dir("templates_gemma4").join(file);
         fs::copy(&from, dir.join(file)).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
     }
+}
+
+/// Writes a random assistant of [`gemma4`] to `dir`: three layers (sliding, sliding, full), half as wide as the target. Its names are
+/// those of transformers.
+pub fn gemma4_assistant(dir: &Path, longest: usize) {
+    let kinds = ["sliding_attention", "sliding_attention", "full_attention"];
+    let (width, inner) = (HIDDEN_SIZE / 2, INTERMEDIATE_SIZE / 2);
+    let mut tensors = vec![
+        ("model.embed_tokens.weight".to_string(), vec![VOCAB_SIZE, width]),
+        ("model.norm.weight".into(), vec![width]),
+        ("pre_projection.weight".into(), vec![width, 2 * HIDDEN_SIZE]),
+        ("post_projection.weight".into(), vec![HIDDEN_SIZE, width]),
+    ];
+    for (layer, kind) in kinds.iter().enumerate() {
+        let own = gemma4_layer(kind, width, inner, false);
+        tensors.extend(own.into_iter().map(|(name, shape)| (format!("model.layers.{layer}.{name}"), shape)));
+    }
+    let mut text = gemma4_text_config(&kinds, width, inner, longest);
+    text["num_kv_shared_layers"] = json!(kinds.len());
+    let config = json!({
+        "architectures": ["Gemma4UnifiedAssistantForCausalLM"],
+        "model_type": "gemma4_unified_assistant",
+        "tie_word_embeddings": true,
+        "backbone_hidden_size": HIDDEN_SIZE,
+        "use_ordered_embeddings": false,
+        "text_config": text,
+    });
+    write_model(dir, &config, &tensors);
+}
+
+/// Tensors of a layer of [`gemma4`] of this kind, by their names within the layer.
+fn gemma4_layer(kind: &str, width: usize, inner: usize, has_keys: bool) -> Vec<(String, Vec<usize>)> {
+    // Full layers have wider heads and one key/value head, whose keys are also the values.
+    let (dim, key_value, own_value) =
+        if kind == "full_attention" { (GLOBAL_HEAD_DIM, 1, None) } else { (HEAD_DIM, 2, Some("v")) };
+    let (queries, keys) = (NUM_HEADS * dim, key_value * dim);
+    let own_keys = [("k", keys)].into_iter().chain(own_value.map(|v| (v, keys))).filter(|_| has_keys);
+    let mut own: Vec<(String, Vec<usize>)> = [("q", queries)]
+        .into_iter()
+        .chain(own_keys)
+        .map(|(part, rows)| (format!("self_attn.{part}_proj.weight"), vec![rows, width]))
+        .collect();
+    own.push(("self_attn.o_proj.weight".into(), vec![width, queries]));
+    let head_norms = ["q", "k"].into_iter().filter(|part| has_keys || *part == "q");
+    own.extend(head_norms.map(|part| (format!("self_attn.{part}_norm.weight"), vec![dim])));
+    own.extend(["gate", "up"].map(|part| (format!("mlp.{part}_proj.weight"), vec![inner, width])));
+    own.push(("mlp.down_proj.weight".into(), vec![width, inner]));
+    let norms = ["input", "post_attention", "pre_feedforward", "post_feedforward"];
+    own.extend(norms.map(|norm| (format!("{norm}_layernorm.weight"), vec![width])));
+    own.push(("layer_scalar".into(), vec![1]));
+    own
+}
+
+/// Config of the text part of a [`gemma4`] with layers of these kinds.
+fn gemma4_text_config(kinds: &[&str], width: usize, inner: usize, longest: usize) -> Value {
+    json!({
+        "model_type": "gemma4_unified_text", "hidden_size": width, "intermediate_size": inner, "vocab_size": VOCAB_SIZE,
+        "num_hidden_layers": kinds.len(), "layer_types": kinds, "sliding_window": GEMMA4_WINDOW,
+        "num_attention_heads": NUM_HEADS, "num_key_value_heads": 2, "head_dim": HEAD_DIM,
+        "num_global_key_value_heads": 1, "global_head_dim": GLOBAL_HEAD_DIM, "attention_k_eq_v": true,
+        "final_logit_softcapping": 30.0, "max_position_embeddings": longest, "eos_token_id": [1, 6],
+    })
 }
 
 /// Writes a random Llama of four layers and a context of 2,048 tokens to `dir`. It has the rotary

@@ -143,7 +143,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         (place, requests.iter().copied().max().unwrap_or(1));
     let load = |(_, dir): &(&String, PathBuf)| -> anyhow::Result<Box<dyn Drafter>> {
         models::check_tokens(dir, &tokenizer)?;
-        Ok(deepspec_drafters::load_drafter(dir, &DrafterOptions { device, kind, slots })?)
+        let options = DrafterOptions { device, kind, slots, target: Some(target_dir.clone()) };
+        Ok(deepspec_drafters::load_drafter(dir, &options)?)
     };
     let drafter = draft.as_ref().map(load).transpose()?;
     let drafter_identity = match (&draft, &drafter) {

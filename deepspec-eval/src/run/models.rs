@@ -261,13 +261,14 @@ impl ModelSettings<'_> {
     }
 }
 
-/// Loads the drafter in `dir` and sets it up as the arguments say.
+/// Loads the drafter in `dir`, for the target in the folder `target`, and sets it up as the arguments say.
 ///
 /// # Errors
 /// Fails if it cannot be loaded, or if it is a language model with another tokenizer. Fails too, before its weights are read, if it is
 /// to grow trees and cannot.
 pub fn load_drafter(
     dir: &Path,
+    target: &Path,
     args: &Args,
     tokenizer: &ChatTokenizer,
     DeviceAndDtype { device, kind }: DeviceAndDtype,
@@ -278,8 +279,9 @@ pub fn load_drafter(
     {
         usage!("--verify {} with the drafter {}: {reason}", args.verify, dir.display());
     }
-    let mut drafter =
-        deepspec_drafters::load_drafter(dir, &DrafterOptions { device, kind, slots: args.max_num_seqs })?;
+    let options =
+        DrafterOptions { device, kind, slots: args.max_num_seqs, target: Some(target.to_path_buf()) };
+    let mut drafter = deepspec_drafters::load_drafter(dir, &options)?;
     configure_drafter(drafter.as_mut(), args.max_draft_tokens, args.no_markov)?;
     Ok(drafter)
 }

@@ -55,7 +55,7 @@ impl Setup {
         tokenizer.log_stop_tokens(&stop_ids);
         let (context, vocab_size) = models::context_and_vocab_size(&target_dir, &tokenizer)?;
         let load = |(name, dir): (&str, &Path)| {
-            let drafter = models::load_drafter(dir, args, &tokenizer, place)?;
+            let drafter = models::load_drafter(dir, &target_dir, args, &tokenizer, place)?;
             let identity = models::drafter_identity(name, dir, drafter.as_ref())?;
             anyhow::Ok((drafter, identity))
         };

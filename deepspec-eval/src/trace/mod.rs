@@ -132,7 +132,10 @@ impl Args {
             models::resolve_device_and_dtype(&self.device, self.dtype)?;
         let (context, _) = models::context_and_vocab_size(target, tokenizer)?;
         models::check_tokens(draft, tokenizer)?;
-        let mut drafter = deepspec_drafters::load_drafter(draft, &DrafterOptions { device, kind, slots: 1 })?;
+        let mut drafter = deepspec_drafters::load_drafter(
+            draft,
+            &DrafterOptions { device, kind, slots: 1, target: Some(target.to_path_buf()) },
+        )?;
         if let Some(tokens) = self.max_draft_tokens {
             drafter.set_draft_len(tokens);
         }

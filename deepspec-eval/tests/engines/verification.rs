@@ -93,7 +93,7 @@ impl Proposer for Recording<Box<dyn Drafter>> {
 fn record(target: &Path, drafter: &Path) -> Recorded {
     let recorded = Rc::new(RefCell::new(Recorded::default()));
     let (device, kind, slots) = (Device::Cpu, Kind::Float, 1);
-    let drafter = load_drafter(drafter, &DrafterOptions { device, kind, slots }).unwrap();
+    let drafter = load_drafter(drafter, &DrafterOptions { device, kind, slots, target: None }).unwrap();
     let options = TargetOptions { device, kind, slots, taps: drafter.taps().to_vec() };
     let target_model = TargetModel::load(target, &options).unwrap();
     let tokenizer = ChatTokenizer::load(target).unwrap();

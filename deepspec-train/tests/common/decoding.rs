@@ -11,7 +11,7 @@ use super::Bench;
 
 /// The drafter of a run's newest checkpoint.
 pub fn loads(bench: &Bench) -> Box<dyn Drafter> {
-    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
+    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, target: None };
     deepspec_drafters::load_drafter(&bench.path("out/t/step_latest"), &options)
         .unwrap_or_else(|error| panic!("{error}"))
 }

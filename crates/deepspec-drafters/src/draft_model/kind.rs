@@ -96,7 +96,7 @@ pub const fn checkpoint_kind<K: DrafterKind>(
         are_language_models: false,
         tree_refusal: K::TREE_REFUSAL,
         check: |dir| DraftConfig::<K::Settings>::load(dir).map(drop),
-        load: |dir, &DrafterOptions { device, kind, slots }| {
+        load: |dir, &DrafterOptions { device, kind, slots, .. }| {
             Ok(K::into_drafter(DraftModel::load_packed(dir, device, kind)?, slots))
         },
         layouts: Some(layouts),

@@ -88,7 +88,7 @@ fn attention_sinks_are_read_in_both_spellings_and_written_for_engines() {
         for key in [ATTENTION_SINK_BIAS, ADD_SWA_ATTENTION_SINK_BIAS] {
             assert_eq!(reference.config()[key], true, "{key}");
         }
-        let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
+        let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, target: None };
         assert!(load_drafter(reference.path(), &options).is_ok());
         let back = converted(&reference, CheckpointFormat::Zlab, Some(&target));
         assert_eq!(back.config()["dflash_config"][ATTENTION_SINK_BIAS], true);

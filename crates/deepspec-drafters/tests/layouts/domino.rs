@@ -19,7 +19,7 @@ fn away(to: CheckpointFormat) -> Folder {
 }
 
 fn loads(dir: &Path) -> usize {
-    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
+    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, target: None };
     load_drafter(dir, &options).unwrap_or_else(|error| panic!("{error}")).draft_len()
 }
 
@@ -143,7 +143,7 @@ fn what_is_not_supported_is_refused_by_name() {
         assert!(told.replace('`', "").contains(words), "{words} in {told}");
     }
     let ours = edited(&golden("domino"), |config| config["pure_draft_prefix_len"] = json!(0));
-    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
+    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, target: None };
     let told = load_drafter(ours.path(), &options).map(|_| ()).unwrap_err().to_string();
     assert!(told.contains("`pure_draft_prefix_len`: 0 drafts of a block are not corrected"), "{told}");
     let own = golden("domino");

@@ -48,7 +48,7 @@ fn the_layout_of_eagles_own_repository_is_read() {
     });
     let opened = open_checkpoint(eagle.path()).unwrap();
     assert!(opened.check().is_ok() && opened.drafter().taps.is_empty());
-    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
+    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, target: None };
     let told = load_drafter(eagle.path(), &options).err().unwrap().to_string();
     assert!(told.contains("deepspec-eval checkpoint convert --from"), "{told}");
     let reference = converted(&eagle, CheckpointFormat::Reference, Some(&target));
@@ -129,7 +129,7 @@ fn a_norm_without_its_tensor_is_named() {
         let folder = edited(&golden("eagle3_qwen3"), |config| {
             keys.iter().for_each(|key| config[*key] = json!(true));
         });
-        let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
+        let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, target: None };
         let told = load_drafter(folder.path(), &options).err().unwrap().to_string();
         assert!(told.contains(words), "{told}");
         let opened = open_checkpoint(folder.path()).unwrap();

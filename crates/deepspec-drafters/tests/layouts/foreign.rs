@@ -16,7 +16,8 @@ use safetensors::Dtype;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-const OPTIONS: DrafterOptions = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
+const OPTIONS: DrafterOptions =
+    DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, target: None };
 
 /// Runs the checks of a folder that come before its weights are read; returns the error message.
 fn run(folder: &Folder) -> Result<(), String> {

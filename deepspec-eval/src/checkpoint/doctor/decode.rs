@@ -87,8 +87,10 @@ pub fn load_engine(
     context: usize,
     draft_sampling: DraftSampling,
 ) -> anyhow::Result<Engine<TargetModel, Box<dyn Drafter>>> {
-    let drafter =
-        deepspec_drafters::load_drafter(draft, &DrafterOptions { device, kind, slots: DECODE_SLOTS })?;
+    let drafter = deepspec_drafters::load_drafter(
+        draft,
+        &DrafterOptions { device, kind, slots: DECODE_SLOTS, target: Some(target.to_path_buf()) },
+    )?;
     let taps = drafter.taps().to_vec();
     let target = TargetModel::load(target, &TargetOptions { device, kind, slots: DECODE_SLOTS, taps })?;
     let options = EngineOptions {

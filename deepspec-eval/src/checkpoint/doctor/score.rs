@@ -143,7 +143,8 @@ fn expected_length(accept: &[f64]) -> f64 {
 /// # Errors
 /// As [`deepspec_drafters::load_drafter`], and if the drafter is a plain language model.
 pub fn open_drafter(dir: &Path, (device, kind): DeviceAndDtype) -> Result<Box<dyn DrafterProbe>, ModelError> {
-    let drafter = deepspec_drafters::load_drafter(dir, &DrafterOptions { device, kind, slots: 1 })?;
+    let drafter =
+        deepspec_drafters::load_drafter(dir, &DrafterOptions { device, kind, slots: 1, target: None })?;
     drafter.probe().ok_or_else(|| {
         ModelError::Mismatch(UsageError(format!(
             "{}: a language model reads nothing of the target that could be wrong; the doctor examines drafters that \
