@@ -331,3 +331,24 @@ fn later_turns_do_not_see_thoughts_between_special_tokens() {
     assert!(rows[0][0]["text"].as_str().unwrap().contains("</think>"), "{:?}", rows[0]);
     assert_eq!(rows[0], rows[1]);
 }
+
+#[test]
+fn accepted_lengths_are_told_by_the_length_of_the_context() {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, out) = (dir.path().join("mixed.jsonl"), dir.path().join("out"));
+    let sentence = "Tom has 3 apples and buys 4 more. ";
+    let row = |sentences: usize| json!({"turns": [sentence.repeat(sentences)]}).to_string() + "\n";
+    fs::write(&file, [1, 2, 60, 61].map(row).concat()).unwrap();
+    let args = ["--suite", file.to_str().unwrap(), "--max-new-tokens", "24"];
+    let output = run(&drafter(), &out, &args);
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(told.contains("tokens before a cycle") && told.contains("0 to 511"), "{told}");
+    let found = results(&out);
+    let ranges = found["context_lengths"].as_array().unwrap();
+    assert!(ranges.len() >= 2 && ranges[0]["until"] == 512, "{ranges:?}");
+    let cycles: u64 = ranges.iter().map(|range| range["cycles"].as_u64().unwrap()).sum();
+    assert_eq!(found["suites"][0]["counts"]["cycles"], cycles);
+    assert!(ranges.iter().all(|range| range["accepted_length"].as_f64().unwrap() >= 1.0), "{ranges:?}");
+    let report = fs::read_to_string(out.join("report.html")).unwrap();
+    assert!(report.contains("Accepted length by length of the context"));
+}

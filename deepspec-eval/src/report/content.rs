@@ -8,7 +8,7 @@ use deepspec_cost::reliability::{Metrics as Reliability, ReliabilityReport};
 use super::charts;
 use super::document::{Block, Document};
 use super::published::PublishedLengths;
-use super::terminal::{lengths_by_draft_rule, notes};
+use super::terminal::{lengths_by_context, lengths_by_draft_rule, notes};
 use crate::confidence::ConfidenceResult;
 use crate::results::{Metrics, Results, Served, Settings, Turns};
 use crate::table::{factor, number, range, rate};
@@ -33,6 +33,10 @@ pub fn run_report(results: &Results) -> Result<Document> {
     ]);
     if let Some((names, rows)) = lengths_by_draft_rule(results) {
         blocks.push(Block::Heading("Accepted length by draft rule"));
+        blocks.push(Block::Table(header(&names), rows));
+    }
+    if let Some((names, rows)) = lengths_by_context(results) {
+        blocks.push(Block::Heading("Accepted length by length of the context"));
         blocks.push(Block::Table(header(&names), rows));
     }
     if !results.overall.conditional_rates.is_empty() {

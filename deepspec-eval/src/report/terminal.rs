@@ -4,7 +4,9 @@ use deepspec_core::cli;
 use deepspec_engine::{DraftSampling, Sampling, VerifyRule};
 use serde_json::json;
 
-use crate::results::{FiguresSource, Metrics, Results, Served, Settings, Timing};
+use crate::results::{
+    ContextRange, FiguresSource, Metrics, Results, Served, Settings, Timing, collapse_advice,
+};
 use crate::table::{Table, factor, number, range, rate};
 
 /// Maximum number of positions for which unconditional and conditional rates are in one table.
@@ -13,14 +15,17 @@ const MAX_POSITIONS_SIDE_BY_SIDE: usize = 8;
 /// Renders the run's settings, tables of lengths, speeds and positions, and notes.
 pub fn render(results: &Results) -> String {
     let mut parts = vec![run_header(results), lengths_and_speeds_table(results).render()];
-    parts.extend(lengths_by_draft_rule(results).map(|(names, rows)| {
-        let mut table = Table::new(names.map(String::from).to_vec());
-        rows.into_iter().for_each(|row| table.row(row));
-        table.render()
-    }));
+    parts.extend(lengths_by_draft_rule(results).map(|(names, rows)| text_table(names, rows)));
+    parts.extend(lengths_by_context(results).map(|(names, rows)| text_table(names, rows)));
     parts.extend(position_tables(results).iter().map(Table::render));
     parts.push(notes(results).iter().map(|note| cli::wrap_paragraph("", 0, note) + "\n").collect());
     parts.join("\n")
+}
+
+fn text_table<const N: usize>(names: [&str; N], rows: Vec<Vec<String>>) -> String {
+    let mut table = Table::new(names.map(String::from).to_vec());
+    rows.into_iter().for_each(|row| table.row(row));
+    table.render()
 }
 
 fn run_header(results: &Results) -> String {
@@ -127,6 +132,21 @@ pub fn lengths_by_draft_rule(results: &Results) -> Option<([&'static str; 5], Ve
     Some((["suite", "τ probabilistic", "95 % interval", "τ greedy", "95 % interval"], rows.collect()))
 }
 
+/// Column names and rows of the accepted lengths by the length of the context; None if all contexts are of one range.
+pub fn lengths_by_context(results: &Results) -> Option<([&'static str; 4], Vec<Vec<String>>)> {
+    let row = |range: &ContextRange| {
+        let ContextRange { accepted_length, accepted_length_interval, cycles, .. } = range;
+        vec![
+            range.name(),
+            number(*accepted_length, 2),
+            self::range(*accepted_length_interval),
+            cycles.to_string(),
+        ]
+    };
+    let rows: Vec<_> = results.context_lengths.iter().map(row).collect();
+    (!rows.is_empty()).then_some((["tokens before a cycle", "τ", "95 % interval", "cycles"], rows))
+}
+
 /// A sentence on how tokens were drafted and accepted, and one on which engines do so. None without a drafter. None for blocks at
 /// temperature 0, where all their rules agree.
 fn draft_rule_note(results: &Results) -> Option<String> {
@@ -204,6 +224,7 @@ pub fn notes(results: &Results) -> Vec<String> {
             .to_string(),
     ];
     notes.extend(draft_rule_note(results));
+    notes.extend(collapse_advice(&results.context_lengths));
     let sum = |part: fn(&Timing) -> f64| results.suites.iter().map(|suite| part(&suite.timing)).sum::<f64>();
     let wall = sum(|timing| timing.wall_s);
     let share = |part| 100.0 * sum(part) / wall.max(f64::MIN_POSITIVE);

@@ -1,5 +1,6 @@
 //! `results.json`: the counts of a run, and ratios computed from them.
 
+mod context_lengths;
 mod metrics;
 #[cfg(test)]
 pub mod sample;
@@ -19,6 +20,7 @@ use serde_json::{Map, Value};
 use crate::confidence::{ConfidenceResult, SweepPoint};
 use crate::statistics::{Estimate, Interval, PromptCounts};
 use crate::versioned;
+pub use context_lengths::{AnswerCycles, ContextRange, collapse_advice, lengths_by_context};
 pub use metrics::{Baseline, Metrics, Timing, mean};
 pub use served::{FiguresSource, Served};
 pub use settings::{DrafterIdentity, Settings, TargetIdentity, Turns};
@@ -60,6 +62,10 @@ pub struct Results {
     /// rules agree.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub other_rule: Option<OtherRule>,
+    /// Accepted lengths by the length of the context, over the cycles of all suites. Empty if all contexts are of one range,
+    /// and for a run by a server.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub context_lengths: Vec<ContextRange>,
     /// Reliability of the drafter's confidences, over the cycles of all suites.
     #[serde(default)]
     pub confidence: Option<ConfidenceResult>,
@@ -166,6 +172,7 @@ impl Results {
             overall,
             suites,
             other_rule: None,
+            context_lengths: vec![],
             confidence: None,
         }
     }

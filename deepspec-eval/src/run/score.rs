@@ -7,7 +7,10 @@ use deepspec_engine::AcceptanceStats;
 
 use super::decode::{Answer, SuitePass};
 use crate::confidence::{self, ConfidenceResult};
-use crate::results::{Baseline, Metrics, OtherRule, RuleLength, ScoredSuite, Settings, SuiteResult};
+use crate::results::{
+    self, AnswerCycles, Baseline, ContextRange, Metrics, OtherRule, RuleLength, ScoredSuite, Settings,
+    SuiteResult,
+};
 use crate::statistics::{Estimate, PromptCounts};
 
 /// Scores the suites; `plain` has the answers of plain decoding for the same samples.
@@ -50,6 +53,19 @@ fn accepted_length_estimate(suite: &TokenizedSuite, pass: &SuitePass) -> Estimat
         prompt.committed += answer.completion.cycles.iter().map(|c| u64::from(c.committed)).sum::<u64>();
     }
     Estimate::accepted_length(&suite.rows.suite.name.to_string(), prompts)
+}
+
+/// Accepted lengths of all suites by the length of the context.
+pub fn lengths_by_context(suites: &[TokenizedSuite], passes: &[SuitePass]) -> Vec<ContextRange> {
+    let answers = suites.iter().zip(passes).flat_map(|(suite, pass)| {
+        let name = &suite.rows.suite.name;
+        pass.answers.iter().map(move |answer| AnswerCycles {
+            prompt: format!("{name}/{}", suite.ids[answer.sample]),
+            prompt_tokens: answer.prompt_tokens,
+            cycles: &answer.completion.cycles,
+        })
+    });
+    results::lengths_by_context(answers)
 }
 
 fn score_suite(
