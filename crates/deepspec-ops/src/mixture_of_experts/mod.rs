@@ -1,0 +1,248 @@
+//! A mixture of experts: a router sends each row to a few of many gated MLPs.
+//!
+//! Shapes: N rows, d hidden size, E experts, k experts of a row, I width inside an expert.
+
+mod reference;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::HOST;
+use crate::gated_mlp::{Activation, GatedMlp, gated_mlp};
+use crate::linear::{Weight, linear};
+
+/// How a router turns its logits into the weights of a row's k experts. The softmax is in float32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RouterScores {
+    /// The k largest values of the softmax over all experts.
+    SoftmaxOverAll {
+        /// Whether they are divided by their sum (`norm_topk_prob`).
+        renormalise: bool,
+    },
+}
+
+/// The router of a layer with experts.
+#[derive(Clone, Copy)]
+pub struct Router<'a> {
+    /// Weight of the logits, `[E, d]`.
+    pub weight: &'a Weight,
+    /// k, experts of a row.
+    pub active: i64,
+    /// How logits become weights.
+    pub scores: RouterScores,
+}
+
+/// Weights of one expert: `gate` and `up` are `[I, d]`, `down` is `[d, I]`.
+pub struct Expert {
+    /// Gate projection `[I, d]`.
+    pub gate: Weight,
+    /// Up projection `[I, d]`.
+    pub up: Weight,
+    /// Down projection `[d, I]`.
+    pub down: Weight,
+}
+
+/// Weights of a layer's experts.
+#[derive(Clone, Copy)]
+pub struct MixtureOfExperts<'a> {
+    /// The router.
+    pub router: Router<'a>,
+    /// The E experts.
+    pub experts: &'a [Expert],
+    /// Activation function of the gates.
+    pub activation: Activation,
+}
+
+impl Router<'_> {
+    /// Weights `[N, k]`, in the dtype of `x [N, d]`, and experts `[N, k]` of each row, largest weight first.
+    fn route(&self, x: &Tensor) -> (Tensor, Tensor) {
+        let probabilities = linear(x, self.weight, None).softmax(-1, Kind::Float);
+        let (scores, experts) = probabilities.topk(self.active, -1, true, true);
+        let scores = match self.scores {
+            RouterScores::SoftmaxOverAll { renormalise: true } => {
+                &scores / scores.sum_dim_intlist(-1, true, Kind::Float)
+            }
+            RouterScores::SoftmaxOverAll { renormalise: false } => scores,
+        };
+        (scores.to_kind(x.kind()), experts)
+    }
+}
+
+/// `Σ_j s_j · expert_{e_j}(x)` of `x [N, d]`, with the weights s and the experts e of each row: `[N, d]`.
+///
+/// The rows of an expert run together, by [`gated_mlp`]. A row adds its experts by ascending index, in float32, so that its
+/// result depends on other rows no more than that of [`linear`] does. The host reads the experts of the rows, and
+/// waits for the device once. Records no gradients.
+pub fn mixture_of_experts(x: &Tensor, weights: MixtureOfExperts<'_>) -> Tensor {
+    let MixtureOfExperts { router, experts, activation } = weights;
+    let (scores, chosen) = router.route(x);
+    let groups = RowGroups::new(&chosen, experts.len(), x.device());
+    let scores = scores.to_kind(Kind::Float).view([-1, 1]).index_select(0, &groups.places);
+    let mut sum = x.zeros_like().to_kind(Kind::Float);
+    let all = x.size()[0];
+    for Group { expert, first, len } in groups.groups {
+        let Expert { gate, up, down } = &experts[expert];
+        let rows = groups.rows.narrow(0, first, len);
+        let own = if len == all { x.shallow_clone() } else { x.index_select(0, &rows) };
+        let y = gated_mlp(&own, GatedMlp { gate, up, down, activation });
+        let y = y.to_kind(Kind::Float) * scores.narrow(0, first, len);
+        if len == all {
+            sum += y;
+        } else {
+            // A row has an expert once, so that no two additions meet.
+            let _ = sum.index_add_(0, &rows, &y);
+        }
+    }
+    sum.to_kind(x.kind())
+}
+
+/// Rows of one expert.
+#[derive(Debug, PartialEq, Eq)]
+struct Group {
+    expert: usize,
+    /// Index of its first entry in the lists of [`RowGroups`].
+    first: i64,
+    /// Number of its rows.
+    len: i64,
+}
+
+/// All pairs of a row and one of its experts, sorted by expert, then by row.
+struct RowGroups {
+    /// Row of each pair, `[N·k]`.
+    rows: Tensor,
+    /// Index of each pair in `[N, k]`, `[N·k]`.
+    places: Tensor,
+    /// Experts that have rows, by ascending index.
+    groups: Vec<Group>,
+}
+
+impl RowGroups {
+    /// Sorts the experts `[N, k]` of N rows. The lists are on `device`.
+    fn new(chosen: &Tensor, experts: usize, device: Device) -> Self {
+        let active = chosen.size()[1];
+        let flat = chosen.to_device(HOST).contiguous();
+        let mut ids = vec![0i64; flat.numel()];
+        flat.copy_data(&mut ids, flat.numel());
+        let mut of_expert: Vec<Vec<i64>> = vec![vec![]; experts];
+        for (place, &expert) in ids.iter().enumerate() {
+            of_expert[expert as usize].push(place as i64);
+        }
+        let (mut groups, mut places) = (vec![], Vec::with_capacity(ids.len()));
+        for (expert, own) in of_expert.into_iter().enumerate().filter(|(_, own)| !own.is_empty()) {
+            groups.push(Group { expert, first: places.len() as i64, len: own.len() as i64 });
+            places.extend(own);
+        }
+        let rows: Vec<i64> = places.iter().map(|place| place / active).collect();
+        let [rows, places] = [rows, places].map(|list| Tensor::from_slice(&list).to_device(device));
+        Self { rows, places, groups }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const D: i64 = 64;
+    const INNER: i64 = 48;
+
+    fn values(shape: &[i64], seed: u64) -> Tensor {
+        let count = shape.iter().product::<i64>() as usize;
+        Tensor::from_slice(&deepspec_testkit::noise(seed, count)).view(shape)
+    }
+
+    /// A router and the projections of `experts` experts, stacked: `[E, d]`, twice `[E, I, d]`, `[E, d, I]`.
+    fn stacked(experts: i64, kind: Kind) -> [Tensor; 4] {
+        let inner = [experts, INNER, D];
+        [values(&[experts, D], 1), values(&inner, 2), values(&inner, 3), values(&[experts, D, INNER], 4)]
+            .map(|tensor| (tensor * 0.3).to_kind(kind))
+    }
+
+    struct Layer {
+        router: Weight,
+        experts: Vec<Expert>,
+    }
+
+    impl Layer {
+        fn new([router, gate, up, down]: &[Tensor; 4], form: fn(Tensor) -> Weight) -> Self {
+            let of = |all: &Tensor, expert: i64| form(all.get(expert));
+            let expert = |e| Expert { gate: of(gate, e), up: of(up, e), down: of(down, e) };
+            Self {
+                router: form(router.shallow_clone()),
+                experts: (0..router.size()[0]).map(expert).collect(),
+            }
+        }
+
+        fn run(&self, x: &Tensor, active: i64, scores: RouterScores) -> Tensor {
+            let router = Router { weight: &self.router, active, scores };
+            let experts = &self.experts;
+            mixture_of_experts(x, MixtureOfExperts { router, experts, activation: Activation::Silu })
+        }
+    }
+
+    const FORMS: [fn(Tensor) -> Weight; 2] = [Weight::Stored, |tensor| Weight::Stored(tensor).pack()];
+
+    fn largest(of: &Tensor) -> f64 {
+        of.abs().max().double_value(&[])
+    }
+
+    #[test]
+    fn rows_by_expert_give_what_all_experts_of_all_rows_give() {
+        let _no_grad = tch::no_grad_guard();
+        for (experts, active, rows) in [(7, 1, 5), (16, 4, 1), (16, 4, 33), (6, 6, 9)] {
+            for renormalise in [false, true] {
+                let scores = RouterScores::SoftmaxOverAll { renormalise };
+                let weights = stacked(experts, Kind::Float);
+                let x = values(&[rows, D], 5);
+                let expected = reference::mixture_of_experts(&x, &weights, active, scores);
+                for form in FORMS {
+                    let found = Layer::new(&weights, form).run(&x, active, scores);
+                    let off = largest(&(&found - &expected));
+                    let what = format!("{active} of {experts}, {rows} rows, {renormalise}");
+                    assert!(off < 1e-5 * largest(&expected), "{what}: {off:e}");
+                }
+            }
+        }
+    }
+
+    /// Sums are in float32; the weights of the experts and each expert's output are rounded to bfloat16.
+    #[test]
+    fn bfloat16_is_near_the_result_in_float32() {
+        let _no_grad = tch::no_grad_guard();
+        let weights = stacked(16, Kind::BFloat16);
+        let x = values(&[33, D], 5).to_kind(Kind::BFloat16);
+        let scores = RouterScores::SoftmaxOverAll { renormalise: true };
+        let found = Layer::new(&weights, Weight::Stored).run(&x, 4, scores);
+        assert_eq!(found.kind(), Kind::BFloat16);
+        let wide = weights.map(|tensor| tensor.to_kind(Kind::Float));
+        // The router's logits are rounded, too, and decide the experts.
+        let logits = x.linear(&wide[0].to_kind(Kind::BFloat16), None::<&Tensor>).to_kind(Kind::Float);
+        let expected = reference::of_logits(&x.to_kind(Kind::Float), &logits, &wide, 4, scores);
+        let off = largest(&(found.to_kind(Kind::Float) - &expected));
+        assert!(off < 0.02 * largest(&expected), "{off:e} of {:e}", largest(&expected));
+    }
+
+    #[test]
+    #[cfg_attr(not(feature = "kernels"), ignore = "rows have the same bits in every batch with kernels only")]
+    fn a_row_has_the_same_bits_alone_and_among_others() {
+        let _no_grad = tch::no_grad_guard();
+        let layer = Layer::new(&stacked(16, Kind::Float), FORMS[1]);
+        let x = values(&[21, D], 5);
+        for renormalise in [false, true] {
+            let scores = RouterScores::SoftmaxOverAll { renormalise };
+            let all = layer.run(&x, 4, scores);
+            for (first, count) in [(0, 1), (7, 1), (20, 1), (3, 5), (2, 19)] {
+                let alone = layer.run(&x.narrow(0, first, count), 4, scores);
+                assert!(alone.equal(&all.narrow(0, first, count)), "{count} rows from {first}");
+            }
+        }
+    }
+
+    #[test]
+    fn pairs_are_sorted_by_expert_then_by_row() {
+        let chosen = Tensor::from_slice(&[3i64, 1, 1, 0, 3, 0]).view([3, 2]);
+        let RowGroups { rows, places, groups } = RowGroups::new(&chosen, 5, HOST);
+        let list = |tensor: &Tensor| Vec::<i64>::try_from(tensor).unwrap();
+        assert_eq!((list(&places), list(&rows)), (vec![3, 5, 1, 2, 0, 4], vec![1, 2, 0, 1, 0, 2]));
+        let group = |expert, first, len| Group { expert, first, len };
+        assert_eq!(groups, [group(0, 0, 2), group(1, 2, 2), group(3, 4, 2)]);
+    }
+}
