@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use deepspec_checkpoint::{CheckpointError, DecoderFamily, Fields};
 use deepspec_core::atomic;
-use deepspec_cost::estimate::{AttentionSize, ModelSize};
+use deepspec_cost::estimate::{AttentionSize, ExpertsSize, ModelSize};
 use deepspec_ops::kv_attention::row_capacity;
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
@@ -117,11 +117,23 @@ impl ModelConfig {
         let projections = |layer: &LayerSpec| {
             let Heads { query, key_value, dim } = layer.attention.heads;
             let values = if layer.value == nn::ValueSource::SharesKey { 0 } else { key_value };
-            layer.hidden_size * (dim * (2 * query + key_value + values) + 3 * layer.intermediate_size)
+            layer.hidden_size * dim * (2 * query + key_value + values) + layer.mlp_weights()
         };
         let ends = if self.tie_word_embeddings { 1 } else { 2 };
         let layers: i64 = self.layers.iter().map(projections).sum();
         (layers + ends * self.vocab_size * self.hidden_size) as usize
+    }
+
+    /// Sizes of the experts, which are equal in all layers that have them; None if all layers are dense.
+    fn experts_size(&self) -> Option<ExpertsSize> {
+        let mut found = self.layers.iter().filter_map(|layer| layer.experts);
+        let experts = found.next()?;
+        Some(ExpertsSize {
+            layers: 1.0 + found.count() as f64,
+            weights: (3 * self.hidden_size * experts.width) as f64,
+            count: experts.count as f64,
+            active: experts.active as f64,
+        })
     }
 
     /// Sizes for cost estimates.
@@ -140,6 +152,7 @@ impl ModelConfig {
             embedding: (self.vocab_size * self.hidden_size) as f64,
             is_tied: self.tie_word_embeddings,
             layers: layers.collect(),
+            experts: self.experts_size(),
         }
     }
 }

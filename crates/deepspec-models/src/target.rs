@@ -229,7 +229,11 @@ impl TargetModel {
     pub fn peak_forward_bytes(&self, rows: usize, judged: usize) -> u64 {
         let layer = |layer: &crate::nn::LayerSpec| {
             let heads = layer.attention.heads;
-            3 * layer.intermediate_size + 4 * (heads.query + heads.key_value) * heads.dim
+            // One expert may have all rows. It reads and writes copies of them.
+            let mlp = layer.experts.map_or(3 * layer.intermediate_size, |experts| {
+                3 * experts.width + 4 * layer.hidden_size + 2 * experts.count
+            });
+            mlp + 4 * (heads.query + heads.key_value) * heads.dim
         };
         let widest = self.config.layers.iter().map(layer).max().unwrap_or(0);
         let row = widest + (6 + 2 * self.taps.len() as i64) * self.config.hidden_size;

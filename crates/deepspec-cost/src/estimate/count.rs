@@ -2,6 +2,7 @@
 //!
 //! Symbols: P prompt tokens, A answer tokens, C sequences decoded at once, τ accepted length.
 
+use crate::economics::experts_touched;
 use crate::estimate::Work;
 
 /// Sizes of a decoder model that determine the work of its passes.
@@ -15,6 +16,21 @@ pub struct ModelSize {
     pub is_tied: bool,
     /// Attention of each layer.
     pub layers: Vec<AttentionSize>,
+    /// Experts of its layers; None if all layers are dense.
+    pub experts: Option<ExpertsSize>,
+}
+
+/// Experts of a model, equal in all layers that have them.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExpertsSize {
+    /// Number of layers with experts.
+    pub layers: f64,
+    /// Weights of one expert.
+    pub weights: f64,
+    /// E, experts of a layer.
+    pub count: f64,
+    /// k, experts of a token.
+    pub active: f64,
 }
 
 /// Sizes of a layer's attention.
@@ -67,7 +83,7 @@ pub fn decode_work(target: &ModelSize, asked: DecodeLoad) -> Work {
     let history = kv_cache_reads(target, answer, prompt);
     Work {
         operations: rows * (read + written + answer * head),
-        bytes: (passes * weights_per_pass(target) + rows * history) * value_bytes,
+        bytes: (passes * weights_per_pass(target, concurrency) + rows * history) * value_bytes,
         passes,
     }
 }
@@ -80,12 +96,13 @@ pub fn capture_work(
     passes: f64,
     value_bytes: f64,
 ) -> Work {
-    let of = |(sequences, tokens)| sequences * forward_operations(target, tokens, 0.0);
-    Work {
-        operations: lengths.into_iter().map(of).sum(),
-        bytes: passes * weights_per_pass(target) * value_bytes,
-        passes,
+    let (mut operations, mut all) = (0.0, 0.0);
+    for (sequences, tokens) in lengths {
+        operations += sequences * forward_operations(target, tokens, 0.0);
+        all += sequences * tokens;
     }
+    let per_pass = if passes > 0.0 { all / passes } else { 0.0 };
+    Work { operations, bytes: passes * weights_per_pass(target, per_pass) * value_bytes, passes }
 }
 
 /// Work of speculative decoding by target and drafter: every cycle verifies γ + 1 tokens and
@@ -105,7 +122,7 @@ pub fn speculation_work(
     let draft = length * (2.0 * weights + head);
     let passes = rows * cycles / concurrency;
     let drafts = if at_once { 1.0 } else { length };
-    let read = weights_per_pass(target) + drafts * (weights + head / 2.0);
+    let read = weights_per_pass(target, concurrency * verified) + drafts * (weights + head / 2.0);
     Work {
         operations: rows * (forward_operations(target, prompt, 0.0) + head + cycles * (verify + draft)),
         bytes: (passes * read + rows * cycles * kv_cache_reads(target, 1.0, behind)) * value_bytes,
@@ -116,7 +133,8 @@ pub fn speculation_work(
 /// Operations of a forward over `tokens` new tokens after `before` cached tokens, without logits.
 fn forward_operations(target: &ModelSize, tokens: f64, before: f64) -> f64 {
     let ends = if target.is_tied { 1.0 } else { 2.0 };
-    let layers = target.weights - ends * target.embedding;
+    let idle = |experts: ExpertsSize| experts.layers * (experts.count - experts.active) * experts.weights;
+    let layers = target.weights - ends * target.embedding - target.experts.map_or(0.0, idle);
     let attended = target.layers.iter().map(|layer| {
         // Attention scores, and their weighted sum of values.
         2.0 * 2.0
@@ -126,9 +144,13 @@ fn forward_operations(target: &ModelSize, tokens: f64, before: f64) -> f64 {
     2.0 * layers * tokens + attended.sum::<f64>()
 }
 
-/// Number of weights that a pass reads. Of an untied embedding, a pass reads only a few rows.
-fn weights_per_pass(target: &ModelSize) -> f64 {
-    target.weights - if target.is_tied { 0.0 } else { target.embedding }
+/// Number of weights that a pass over `tokens` tokens reads. Of an untied embedding, a pass reads only a few rows. Of the
+/// experts, it reads those that uniform routing touches.
+fn weights_per_pass(target: &ModelSize, tokens: f64) -> f64 {
+    let idle = |ExpertsSize { layers, weights, count, active }| {
+        layers * (count - experts_touched(count, active, tokens)) * weights
+    };
+    target.weights - if target.is_tied { 0.0 } else { target.embedding } - target.experts.map_or(0.0, idle)
 }
 
 /// Operations of a token's logits.
@@ -173,7 +195,26 @@ mod tests {
             embedding: vocab * hidden,
             is_tied: true,
             layers: vec![size; 36],
+            experts: None,
         }
+    }
+
+    /// A token runs through k of E experts. A pass reads the experts of all its tokens, once each.
+    #[test]
+    fn idle_experts_are_neither_computed_nor_read() {
+        let dense = qwen3_4b();
+        let experts = ExpertsSize { layers: 12.0, weights: 5e6, count: 64.0, active: 4.0 };
+        let mixture =
+            ModelSize { weights: dense.weights + 12.0 * 64.0 * 5e6, experts: Some(experts), ..dense.clone() };
+        let more = forward_operations(&mixture, 7.0, 0.0) - forward_operations(&dense, 7.0, 0.0);
+        assert!((more / (2.0 * 7.0 * 12.0 * 4.0 * 5e6) - 1.0).abs() < 1e-9, "{more:e}");
+        let read = |tokens: f64| weights_per_pass(&mixture, tokens) - weights_per_pass(&dense, tokens);
+        assert!((read(1.0) / (12.0 * 4.0 * 5e6) - 1.0).abs() < 1e-9);
+        // Two tokens share 4·4/64 of their experts.
+        assert!((read(2.0) / (12.0 * 7.75 * 5e6) - 1.0).abs() < 1e-9);
+        assert!((read(4096.0) / (12.0 * 64.0 * 5e6) - 1.0).abs() < 1e-9);
+        let captured = capture_work(&mixture, [(1.0, 1.0), (1.0, 3.0)], 2.0, 1.0);
+        assert!((captured.bytes / (2.0 * weights_per_pass(&mixture, 2.0)) - 1.0).abs() < 1e-12);
     }
 
     #[test]

@@ -178,7 +178,8 @@ mod tests {
     fn target() -> ModelSize {
         let size = AttentionSize { query_heads: 4, key_value_heads: 2, head_dim: 16, window: None };
         let embedding = 500.0 * 64.0;
-        ModelSize { weights: embedding + 62_000.0, embedding, is_tied: true, layers: vec![size; 2] }
+        let layers = vec![size; 2];
+        ModelSize { weights: embedding + 62_000.0, embedding, is_tied: true, layers, experts: None }
     }
 
     fn read(text: &Value) -> Result<Vec<MeasuredWork>, String> {

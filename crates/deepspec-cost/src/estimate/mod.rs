@@ -16,7 +16,8 @@ mod rates;
 mod work;
 
 pub use count::{
-    AttentionSize, DecodeLoad, DrafterSize, ModelSize, capture_work, decode_work, speculation_work,
+    AttentionSize, DecodeLoad, DrafterSize, ExpertsSize, ModelSize, capture_work, decode_work,
+    speculation_work,
 };
 pub use error::ScaleError;
 pub use machine::{Link, Machine, RateSource, read_hardware};

@@ -67,6 +67,7 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
     let layer = |sliding: bool| LayerSpec {
         hidden_size,
         intermediate_size,
+        experts: None,
         attention: AttentionSpec {
             heads,
             scale: scalar.powf(-0.5),

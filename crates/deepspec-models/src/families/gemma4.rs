@@ -101,6 +101,7 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
         Ok(LayerSpec {
             hidden_size,
             intermediate_size,
+            experts: None,
             attention: AttentionSpec { heads, scale: 1.0, window, sinks: false },
             rope,
             value,

@@ -97,6 +97,7 @@ pub(super) fn read(fields: &Fields, differences: PreNormSettings) -> Result<Mode
     let layer = |window| LayerSpec {
         hidden_size,
         intermediate_size,
+        experts: None,
         attention: AttentionSpec { heads, scale, window, sinks },
         rope,
         value: ValueSource::Projected,

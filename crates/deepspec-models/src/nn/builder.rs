@@ -126,6 +126,23 @@ impl<'a> Builder<'a> {
         tensor
     }
 
+    /// The checkpoint's tensor `name` of the given shape, which holds several weights; see [`Builder::given_weight`]. None if the
+    /// checkpoint has no such tensor, and for other sources.
+    pub(super) fn stored(&self, name: &str, shape: &[i64]) -> Option<Tensor> {
+        let ParameterSource::Checkpoint(weights) = self.source else { return None };
+        if !weights.contains(name) {
+            return None;
+        }
+        let tensor = self.read_checkpoint(weights, name, shape);
+        self.error.borrow().is_none().then_some(tensor)
+    }
+
+    /// The weight of a linear layer that is part of a tensor from [`Builder::stored`], recorded as `name`.
+    pub(super) fn given_weight(&self, name: &str, stored: Tensor) -> Weight {
+        let stored = Weight::Stored(stored);
+        self.record_weight(name, if self.packs { stored.pack() } else { stored })
+    }
+
     /// The weight `[output, input]` of a linear layer.
     pub fn linear_weight(&self, name: &str, shape: &[i64; 2], init: Init) -> Weight {
         let shared = if let ParameterSource::Shared(model) = self.source {
@@ -141,6 +158,10 @@ impl<'a> Builder<'a> {
             }
             None => Weight::Stored(self.read_tensor(name, shape, init)),
         };
+        self.record_weight(name, weight)
+    }
+
+    fn record_weight(&self, name: &str, weight: Weight) -> Weight {
         let (name, named) = (name.to_string(), &mut *self.named.borrow_mut());
         match &weight {
             Weight::Stored(stored) => named.parameters.push((name, stored.shallow_clone())),

@@ -1,4 +1,4 @@
-//! One decoder layer: grouped-query attention and a gated MLP. A [`LayerSpec`] holds the settings in which families
+//! One decoder layer: grouped-query attention and a gated MLP, or experts. A [`LayerSpec`] holds the settings in which families
 //! differ.
 
 use std::cell::OnceCell;
@@ -179,10 +179,10 @@ impl DecoderLayer {
         add_residual(x, y)
     }
 
-    /// The weights of a pre-norm layer with a SiLU-gated MLP, without biases, attention sinks and a factor on its branches.
+    /// The weights of a pre-norm layer with a SiLU-gated MLP, without biases, attention sinks, experts and a factor on its branches.
     /// None if the layer has another form, which the fused layer does not support.
     fn pre_norm_weights(&self) -> Option<LayerWeights<'_>> {
-        let Self { attention, mlp, .. } = self;
+        let Self { attention, mlp: Mlp::Dense(mlp), .. } = self else { return None };
         let is_pre_norm = self.hidden_norm.is_none()
             && self.attention_out_norm.is_none()
             && self.mlp_out_norm.is_none()

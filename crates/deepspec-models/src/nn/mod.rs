@@ -12,10 +12,12 @@ mod vocabulary;
 
 pub use attention::KeyValueProjection;
 pub use builder::{Builder, Init, StateDict};
-pub use deepspec_ops::{Activation, AttentionSpec, Heads, Qkv, RopeSpec, Rotation, Scaling, Weight, Yarn};
+pub use deepspec_ops::{
+    Activation, AttentionSpec, Heads, Qkv, RopeSpec, Rotation, RouterScores, Scaling, Weight, Yarn,
+};
 pub use gru::Gru;
 pub use layer::{DecoderLayer, LayerHook, LayerInput};
 pub use linear::{Linear, RmsNorm};
 pub use rope::{RotaryEmbeddings, Rotations};
-pub use spec::{LayerSpec, NormPlacement, NormWeight, ValueSource};
+pub use spec::{ExpertsSpec, LayerSpec, NormPlacement, NormWeight, ValueSource};
 pub use vocabulary::EmbedHead;

@@ -1,6 +1,6 @@
 //! Settings of a decoder layer, without the names of families.
 
-use deepspec_ops::{Activation, AttentionSpec, RopeSpec, SavedTensorSizes};
+use deepspec_ops::{Activation, AttentionSpec, RopeSpec, RouterScores, SavedTensorSizes};
 
 /// How a layer computes its attention values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,13 +32,28 @@ pub enum NormWeight {
     OnePlus,
 }
 
+/// Experts of a layer, each of them a gated MLP, and their router.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertsSpec {
+    /// E, number of experts.
+    pub count: i64,
+    /// k, experts of a row.
+    pub active: i64,
+    /// I, width inside an expert.
+    pub width: i64,
+    /// How the router weighs the experts of a row.
+    pub scores: RouterScores,
+}
+
 /// One decoder layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerSpec {
     /// d, width of the residual stream.
     pub hidden_size: i64,
-    /// Width inside the MLP.
+    /// Width inside the MLP. In a layer with experts, the width inside the MLP of a dense layer for the same model.
     pub intermediate_size: i64,
+    /// Experts in place of the MLP; None in a dense layer.
+    pub experts: Option<ExpertsSpec>,
     /// Heads, scale and window.
     pub attention: AttentionSpec,
     /// Rotary embedding of queries and keys.
@@ -75,7 +90,20 @@ impl LayerSpec {
         d * (2 * (saved.norm_bytes_per_value + value) + after)
             + queries * (head_norm + 3 * value)
             + self.saved_key_value_bytes(saved, value)
-            + saved.mlp_tensors * self.intermediate_size as usize * value
+            + saved.mlp_tensors * self.active_width() as usize * value
+    }
+
+    /// Width of all MLPs that a row runs through: its experts, or the MLP.
+    pub fn active_width(&self) -> i64 {
+        self.experts.map_or(self.intermediate_size, |experts| experts.active * experts.width)
+    }
+
+    /// Number of weights of the MLP, or of the router and all experts.
+    pub fn mlp_weights(&self) -> i64 {
+        match self.experts {
+            Some(ExpertsSpec { count, width, .. }) => count * self.hidden_size * (1 + 3 * width),
+            None => 3 * self.hidden_size * self.intermediate_size,
+        }
     }
 
     /// Bytes that autograd saves for a row's keys and values. A value has `value` bytes.
