@@ -31,6 +31,7 @@ fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
             ["domino", "mtp", "peagle", "xpress"]
                 .map(|algorithm| (algorithm, "qwen3_4b", path(algorithm, "qwen3_4b"))),
         )
+        .chain(std::iter::once(("dspark", "qwen3_30b_a3b", path("dspark", "qwen3_30b_a3b"))))
         .collect()
 }
 
@@ -79,6 +80,7 @@ fn all_of_the_reference_are_there_and_some_more() {
             "qwen3_4b" => ("Qwen/Qwen3-4B", [1, 9, 17, 25, 33], 151_669),
             "qwen3_8b" => ("Qwen/Qwen3-8B", [1, 9, 17, 25, 33], 151_669),
             "qwen3_14b" => ("Qwen/Qwen3-14B", [1, 10, 19, 28, 37], 151_669),
+            "qwen3_30b_a3b" => ("Qwen/Qwen3-30B-A3B", [1, 12, 23, 34, 45], 151_669),
             _ => ("google/gemma-4-12B-it", [5, 17, 29, 41, 46], 4),
         };
         let (length, seed) = match algorithm {

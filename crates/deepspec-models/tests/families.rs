@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use deepspec_models::nn::Scaling;
+use deepspec_models::nn::{ExpertsSpec, RouterScores, Scaling};
 use deepspec_models::{ModelConfig, stop_ids};
 use deepspec_testkit::golden;
 use serde_json::{Map, Value, json};
@@ -277,6 +277,46 @@ fn keys_of_more_families_are_read() {
     // The base of 24 of 32 channels.
     assert!((rope.theta.powf(-2.0 / 32.0) - 1e4f64.powf(-2.0 / 24.0)).abs() < 1e-12);
     assert_eq!(phi3.rms_norm_eps, 1e-5);
+    let experts = |own: Value| {
+        let mut raw = sized("qwen3_moe", own);
+        (raw["moe_intermediate_size"], raw["num_experts_per_tok"]) = (json!(16), json!(2));
+        parse(&raw).map(|found| found.layers.iter().map(|layer| layer.experts).collect::<Vec<_>>())
+    };
+    let scores = RouterScores::SoftmaxOverAll { renormalise: false };
+    let some = Some(ExpertsSpec { count: 8, active: 2, width: 16, scores });
+    assert_eq!(experts(json!({"num_experts": 8})).unwrap(), [some; 6]);
+    // As transformers 5.17 writes it, with dense layers.
+    let newer = json!({"num_local_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]});
+    assert_eq!(experts(newer).unwrap(), [None, some, None, None, None, some]);
+    let scores = RouterScores::SoftmaxOverAll { renormalise: true };
+    let renormalised = Some(ExpertsSpec { scores, ..some.unwrap() });
+    assert_eq!(experts(json!({"num_experts": 8, "norm_topk_prob": true})).unwrap(), [renormalised; 6]);
+    for (key, value, hint) in [
+        ("num_experts", json!(1), "2 of 1 experts"),
+        ("num_experts", json!(1_000_000), "more than 4096"),
+        ("num_experts", Value::Null, "missing"),
+        ("mlp_only_layers", json!([6]), "6 is none of 6 layers"),
+        ("decoder_sparse_step", json!(0), "from 1"),
+        ("layer_types", json!(["sliding_attention"]), "one kind of attention"),
+        ("attention_bias", json!(true), "biases in attention"),
+    ] {
+        let mut own = json!({"num_experts": 8});
+        own[key] = value;
+        let told = experts(own).unwrap_err();
+        assert!(told.contains(if key.starts_with("num") { "num_experts" } else { key }), "{told}");
+        assert!(told.contains(hint), "{told}");
+    }
+    let window = |own: Value| {
+        let mut raw = sized(
+            "qwen3_moe",
+            json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+        );
+        raw.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        windows(&parse(&raw).unwrap())
+    };
+    assert_eq!(window(json!({"sliding_window": 9, "max_window_layers": 4})), [None; 6]);
+    let on = json!({"use_sliding_window": true, "sliding_window": 9, "max_window_layers": 4});
+    assert_eq!(window(on), [Some(9); 6]);
 }
 
 /// The published configs leave out most keys of the text part.
@@ -363,6 +403,7 @@ fn drafters_of_more_families_have_plain_layers() {
         ("granite", multipliers),
         ("gemma3_text", json!({"rope_scaling": {"rope_type": "linear", "factor": 8.0}})),
         ("phi3", json!({"partial_rotary_factor": 0.75})),
+        ("qwen3_moe", json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16})),
     ] {
         let target = parse(&sized(model_type, own)).unwrap();
         let drafters = [
@@ -378,6 +419,7 @@ fn drafters_of_more_families_have_plain_layers() {
             let full = target.layers.iter().find(|layer| layer.attention.window.is_none());
             let (layer, theirs) = (&drafter.layers[0], full.unwrap_or(&target.layers[0]));
             assert_eq!(layer.attention.heads, theirs.attention.heads);
+            assert_eq!((layer.experts, layer.intermediate_size), (None, 96));
             assert_eq!(layer.attention.scale, 32f64.powf(-0.5));
             assert_eq!(layer.rope.theta, theirs.rope.theta);
             assert!(model_type == "phi3" || layer.rope == theirs.rope, "{model_type}");

@@ -18,10 +18,13 @@ use tch::{Device, Kind, Tensor};
 
 /// A multiple of the vector length of the widest processors.
 const UNIT: i64 = 64;
+/// Number of experts of layers that have them.
+const EXPERTS: i64 = 10;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Family {
     Qwen3,
+    Qwen3Moe,
     Llama,
     Gemma4,
 }
@@ -51,7 +54,8 @@ struct Rider {
 fn shape() -> impl Strategy<Value = Shape> {
     let sizes = (1..=8i64, 1..=6i64, 64..=600i64);
     let heads = (1..=4i64, 1..=4i64, 1..=16i64, 1..=8i64);
-    let family = prop_oneof![Just(Family::Qwen3), Just(Family::Llama), Just(Family::Gemma4)];
+    let family =
+        prop_oneof![Just(Family::Qwen3), Just(Family::Qwen3Moe), Just(Family::Llama), Just(Family::Gemma4)];
     (family, sizes, heads, 1..=3usize, any::<bool>()).prop_map(
         |(family, (hidden, inner, vocab), (key_value, repeats, dim, global), layers, tied)| Shape {
             family,
@@ -81,6 +85,14 @@ impl Shape {
         });
         if self.family == Family::Llama {
             let own = json!({"model_type": "llama", "architectures": ["LlamaForCausalLM"]});
+            config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        }
+        if self.family == Family::Qwen3Moe {
+            let own = json!({
+                "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": EXPERTS,
+                "num_experts_per_tok": 3, "moe_intermediate_size": self.inner / 2, "norm_topk_prob": self.tied,
+                "mlp_only_layers": (1..self.layers).take(1).collect::<Vec<_>>(),
+            });
             config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
         }
         if self.family == Family::Gemma4 {
@@ -138,9 +150,21 @@ impl Shape {
                 own("self_attn.q_norm", &[heads.dim]);
                 own("self_attn.k_norm", &[heads.dim]);
             }
-            own("mlp.gate_proj", &[inner, d]);
-            own("mlp.up_proj", &[inner, d]);
-            own("mlp.down_proj", &[d, inner]);
+            match &layer.experts {
+                Some(experts) => {
+                    own("mlp.gate", &[EXPERTS, d]);
+                    for expert in 0..EXPERTS {
+                        own(&format!("mlp.experts.{expert}.gate_proj"), &[experts.width, d]);
+                        own(&format!("mlp.experts.{expert}.up_proj"), &[experts.width, d]);
+                        own(&format!("mlp.experts.{expert}.down_proj"), &[d, experts.width]);
+                    }
+                }
+                None => {
+                    own("mlp.gate_proj", &[inner, d]);
+                    own("mlp.up_proj", &[inner, d]);
+                    own("mlp.down_proj", &[d, inner]);
+                }
+            }
             own("input_layernorm", &[d]);
             own("post_attention_layernorm", &[d]);
             if self.family == Family::Gemma4 {

@@ -32,6 +32,7 @@ model_dir, output, decoded = sys.argv[1], sys.argv[2], int(sys.argv[3])
 if len(sys.argv) > 4:
     # A random model of the given config, and random ids of the given lengths.
     kind, settings, lengths = sys.argv[4], json.loads(sys.argv[5]), json.loads(sys.argv[6])
+    stacked = settings.pop("stacked_experts", False)
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), attn_implementation="eager").float().eval()
     with torch.no_grad():
@@ -40,7 +41,8 @@ if len(sys.argv) > 4:
                 tensor.uniform_(0.6, 1.4)
             elif name in model.state_dict():
                 tensor.normal_(std=1.0 if "embed" in name else 0.25)
-    model.save_pretrained(model_dir)
+    # Experts are stored one by one, as in published checkpoints, or stacked as in memory.
+    model.save_pretrained(model_dir, save_original_format=not stacked)
     sequences = [torch.randint(settings["vocab_size"], (1, length)) for length in lengths]
 else:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -249,6 +251,30 @@ fn more_random_targets_compute_what_transformers_computes() {
         ("phi3", json!({"rms_norm_eps": 1e-5}), [700, 3, 90]),
         ("phi3", part(0.75), [40, 7, 300]),
         ("phi3", part(0.5), [40, 7, 300]),
+    ];
+    check_random(&sizes, &cases);
+}
+
+/// Random models with experts: in all layers, in every second one, and with dense layers in between.
+#[test]
+fn random_mixtures_of_experts_compute_what_transformers_computes() {
+    let sizes = json!({
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 8192,
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+    });
+    let renormalised = json!({"norm_topk_prob": true, "num_experts": 12, "decoder_sparse_step": 2});
+    let dense_between = json!({"norm_topk_prob": true, "mlp_only_layers": [0, 2], "stacked_experts": true,
+        "tie_word_embeddings": true});
+    let windows = json!({"use_sliding_window": true, "sliding_window": 6, "num_experts_per_tok": 1});
+    let yarn = json!({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+        "original_max_position_embeddings": 256}, "num_experts_per_tok": 8});
+    let cases = [
+        ("qwen3_moe", json!({}), [700, 3, 90]),
+        ("qwen3_moe", renormalised, [40, 7, 300]),
+        ("qwen3_moe", dense_between, [4500, 1, 90]),
+        ("qwen3_moe", windows, [40, 7, 300]),
+        ("qwen3_moe", yarn, [700, 3, 90]),
     ];
     check_random(&sizes, &cases);
 }

@@ -14,6 +14,8 @@ const HIDDEN_SIZE: usize = 32;
 const INTERMEDIATE_SIZE: usize = 64;
 /// More tokens than the golden tokenizer has.
 const VOCAB_SIZE: usize = 640;
+/// Width inside an expert.
+const EXPERT_SIZE: usize = 16;
 /// Query heads of a full or sliding layer.
 const NUM_HEADS: usize = 16;
 /// Head size of the sliding layers and of the full ones.
@@ -134,7 +136,7 @@ pub fn llama(dir: &Path) {
 }
 
 /// `model_type`s of [`target`].
-pub const OTHER_FAMILIES: [&str; 5] = ["qwen2", "mistral", "granite", "gemma3_text", "phi3"];
+pub const OTHER_FAMILIES: [&str; 6] = ["qwen2", "mistral", "granite", "gemma3_text", "phi3", "qwen3_moe"];
 
 /// Writes a random target of one of [`OTHER_FAMILIES`] to `dir`, with the sizes and the tokenizer of [`llama`].
 ///
@@ -156,6 +158,12 @@ pub fn target(dir: &Path, model_type: &str) {
                 "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
                 "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
         ),
+        // The first layer is dense, the others have experts.
+        "qwen3_moe" => (
+            "Qwen3MoeForCausalLM",
+            json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_SIZE, "norm_topk_prob": true,
+                "mlp_only_layers": [0], "rope_theta": 1e6}),
+        ),
         "phi3" => ("Phi3ForCausalLM", json!({"rope_theta": 250_000.0, "partial_rotary_factor": 0.5})),
         other => panic!("{other} is none of {OTHER_FAMILIES:?}"),
     };
@@ -169,7 +177,7 @@ pub fn target(dir: &Path, model_type: &str) {
     for (key, value) in own.as_object().into_iter().flatten() {
         config[key] = value.clone();
     }
-    let mut tensors = pre_norm_tensors(4, TOKENS, model_type == "gemma3_text");
+    let mut tensors = pre_norm_tensors(4, TOKENS, matches!(model_type, "gemma3_text" | "qwen3_moe"));
     for layer in 0..4 {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
         match model_type {
@@ -181,6 +189,16 @@ pub fn target(dir: &Path, model_type: &str) {
                 ["pre", "post"]
                     .map(|part| (name(&format!("{part}_feedforward_layernorm.weight")), vec![HIDDEN_SIZE])),
             ),
+            "qwen3_moe" if layer > 0 => {
+                tensors.retain(|(tensor, _)| !tensor.starts_with(&name("mlp.")));
+                tensors.push((name("mlp.gate.weight"), vec![8, HIDDEN_SIZE]));
+                for expert in 0..8 {
+                    let [wide, narrow] = [vec![EXPERT_SIZE, HIDDEN_SIZE], vec![HIDDEN_SIZE, EXPERT_SIZE]];
+                    let parts = [("gate", wide.clone()), ("up", wide), ("down", narrow)];
+                    let name = |part| name(&format!("mlp.experts.{expert}.{part}_proj.weight"));
+                    tensors.extend(parts.map(|(part, shape)| (name(part), shape)));
+                }
+            }
             "phi3" => {
                 let parts = [".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj"];
                 tensors.retain(|(tensor, _)| !parts.iter().any(|part| tensor.contains(part)));

@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn a_mixture_of_experts_has_dense_draft_layers_of_its_sizes() {
         let config = parse(json!({
-            "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+            "model_type": "glm4_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
             "head_dim": 128, "num_hidden_layers": 48, "intermediate_size": 6144, "moe_intermediate_size": 768,
             "vocab_size": 151_936, "rope_theta": 1e6, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6,
         }))

@@ -11,6 +11,7 @@ mod phi3;
 mod pre_norm;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 mod rope;
 
 use std::path::Path;
@@ -22,7 +23,7 @@ use serde_json::{Map, Value};
 use crate::config::{DraftLayers, Family, ModelConfig, TargetFamily, read_json};
 use crate::{ModelError, Weights};
 
-const FAMILIES: [Family; 8] = [
+const FAMILIES: [Family; 9] = [
     &qwen3::FAMILY,
     &gemma4::FAMILY,
     &llama::FAMILY,
@@ -31,6 +32,7 @@ const FAMILIES: [Family; 8] = [
     &granite::FAMILY,
     &gemma3::FAMILY,
     &phi3::FAMILY,
+    &qwen3_moe::FAMILY,
 ];
 
 /// Layers of drafters for targets whose own layers no engine runs in a drafter: block drafters have those of Qwen3,
