@@ -12,14 +12,11 @@ pub fn unread_keys(json: &Value) -> Vec<&'static str> {
         .into_iter()
         .filter(is_said)
         .collect();
-    // Keys of models in which only some layers have experts.
-    let all = |key: &&str| match json.get(*key) {
-        Some(Value::Array(layers)) => layers.is_empty(),
-        Some(step) => step.is_null() || step.as_f64() == Some(1.0),
-        None => true,
-    };
-    let sparse = ["decoder_sparse_step", "mlp_only_layers", "interleave_moe_layer_step"];
-    unread.extend(sparse.into_iter().filter(|key| !all(key)));
+    // In Llama 4, only some layers have experts.
+    let step = "interleave_moe_layer_step";
+    if json.get(step).is_some_and(|value| !value.is_null() && value.as_f64() != Some(1.0)) {
+        unread.push(step);
+    }
     // Sliding windows of some layers, without a `layer_types` list that names them.
     let windows =
         json.get("sliding_window").is_some_and(Value::is_number) && json.get("layer_types").is_none();
@@ -146,20 +143,45 @@ pub fn read_target(json: &Value, weights: Precision, expert_parallel: f64) -> Re
         return Err(format!("`num_experts_per_tok` is {active} of {experts} experts"));
     }
     let windowed = sliding_window_layers(json, attention);
-    let first = find(&["first_k_dense_replace"]).filter(|_| experts.is_some()).unwrap_or(0.0).min(count);
+    let dense_count = if experts.is_some() { dense_layers(json, count)? } else { 0.0 };
     let mut layers = vec![];
-    if first > 0.0 {
-        layers.push(layer(first, attention, dense(need(&["intermediate_size"])?)));
+    if dense_count > 0.0 {
+        // Where all layers have a window, these have it, too.
+        let own = windowed.filter(|&(local, _)| local >= count).map_or(attention, |(_, windowed)| windowed);
+        layers.push(layer(dense_count, own, dense(need(&["intermediate_size"])?)));
     }
-    let local = windowed.as_ref().map_or(0.0, |&(count, _)| count).min(count - first);
-    if count - first - local > 0.0 {
-        layers.push(layer(count - first - local, attention, feed_forward));
+    let local = windowed.map_or(0.0, |(local, _)| local).min(count - dense_count);
+    if count - dense_count - local > 0.0 {
+        layers.push(layer(count - dense_count - local, attention, feed_forward));
     }
     if let Some((_, attention)) = windowed.filter(|_| local > 0.0) {
         layers.push(layer(local, attention, feed_forward));
     }
     let head = need(&["vocab_size"])? * hidden;
     Ok(Target { layers, head, head_precision: Precision::Bf16, hidden, expert_parallel })
+}
+
+/// Number of dense layers of a model with experts in the others. DeepSeek names how many come first, Qwen-MoE how often
+/// experts come (`decoder_sparse_step`), and the layers without them (`mlp_only_layers`).
+fn dense_layers(json: &Value, count: f64) -> Result<f64, String> {
+    let first = json.get("first_k_dense_replace").and_then(Value::as_f64).unwrap_or(0.0).min(count);
+    let whole = |key: &str, found: &Value| format!("`{key}` is {found}; expected whole numbers");
+    let step = match json.get("decoder_sparse_step").filter(|step| !step.is_null()) {
+        Some(step) => step.as_u64().filter(|step| *step > 0).ok_or(whole("decoder_sparse_step", step))?,
+        None => 1,
+    };
+    let named: Vec<u64> = match json.get("mlp_only_layers").filter(|layers| !layers.is_null()) {
+        Some(layers) => {
+            serde_json::from_value(layers.clone()).map_err(|_| whole("mlp_only_layers", layers))?
+        }
+        None => vec![],
+    };
+    if step == 1 && named.is_empty() {
+        return Ok(first);
+    }
+    let layers = count.min(MAX_LAYERS as f64) as u64;
+    let is_dense = |layer: &u64| !(layer + 1).is_multiple_of(step) || named.contains(layer);
+    Ok((0..layers).filter(is_dense).count() as f64)
 }
 
 /// Number of layers with a sliding window, and their attention.
@@ -226,14 +248,42 @@ mod tests {
         assert!(unread_keys(&json).is_empty());
         json["text_config"].as_object_mut().unwrap().remove("layer_types");
         json["text_config"]["model_type"] = json!("gemma2_text");
-        json["text_config"]["mlp_only_layers"] = json!([0, 1]);
-        json["text_config"]["decoder_sparse_step"] = json!(1);
+        json["text_config"]["interleave_moe_layer_step"] = json!(2);
         json["text_config"]["compress_ratios"] = json!([128]);
-        assert_eq!(unread_keys(&json), ["compress_ratios", "mlp_only_layers", "sliding_window"]);
+        assert_eq!(unread_keys(&json), ["compress_ratios", "interleave_moe_layer_step", "sliding_window"]);
         json["text_config"]["intermediate_size"] = json!(null);
         assert!(read_target(&json, Precision::Fp8, 1.0).unwrap_err().contains("`intermediate_size`"));
         json["text_config"]["hidden_size"] = json!(0);
         assert!(read_target(&json, Precision::Fp8, 1.0).unwrap_err().contains("`hidden_size` is 0"));
+    }
+
+    #[test]
+    fn some_layers_of_a_mixture_are_dense() {
+        let config = |own: serde_json::Value| {
+            let mut json = json!({"model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 6,
+                "num_attention_heads": 4, "intermediate_size": 128, "moe_intermediate_size": 16, "num_experts": 8,
+                "num_experts_per_tok": 2, "vocab_size": 100});
+            json.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+            assert!(unread_keys(&json).is_empty());
+            read_target(&json, Precision::Bf16, 1.0)
+        };
+        let counts = |own| config(own).unwrap().layers.iter().map(|layer| layer.count).collect::<Vec<_>>();
+        assert_eq!(counts(json!({"mlp_only_layers": [], "decoder_sparse_step": 1})), [6.0]);
+        assert_eq!(counts(json!({"mlp_only_layers": [0, 4]})), [2.0, 4.0]);
+        // Layers 1, 3 and 5 have experts by the step, and 3 is named.
+        assert_eq!(counts(json!({"mlp_only_layers": [0, 3], "decoder_sparse_step": 2})), [4.0, 2.0]);
+        let found = config(json!({"mlp_only_layers": [0]})).unwrap();
+        assert!(
+            matches!(found.layers[0].feed_forward, FeedForward::Dense { weights } if weights == 3.0 * 64.0 * 128.0)
+        );
+        assert!(matches!(
+            found.layers[1].feed_forward,
+            FeedForward::Experts { experts: 8.0, active: 2.0, .. }
+        ));
+        assert!(config(json!({"mlp_only_layers": "x"})).unwrap_err().contains("`mlp_only_layers` is \"x\""));
+        assert!(
+            config(json!({"decoder_sparse_step": 0})).unwrap_err().contains("`decoder_sparse_step` is 0")
+        );
     }
 
     /// A published config of Gemma 3 names neither heads nor vocabulary nor layer types.
