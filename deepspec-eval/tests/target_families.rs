@@ -1,4 +1,4 @@
-//! A Gemma 4 target: a run, a calibration, and the doctor.
+//! Targets of a Gemma 4 and of a mixture of experts: a run, a calibration, and the doctor.
 
 mod common;
 
@@ -24,24 +24,42 @@ const LIMIT: usize = 4;
 const LEARNED: usize = 20;
 const TOKENS: usize = 32;
 const STEPS: usize = 300;
-/// The id of `<mask>`.
-const MASK: i64 = 4;
+
+/// A family of targets.
+#[derive(Clone, Copy)]
+enum Family {
+    Gemma4,
+    Experts,
+}
+
+impl Family {
+    fn mask(self) -> i64 {
+        match self {
+            // The id of `<mask>`.
+            Self::Gemma4 => 4,
+            Self::Experts => 1023,
+        }
+    }
+}
 
 /// A folder with a random target in `target`, and a DSpark trained on its greedy answers in
 /// `draft`.
-fn bench() -> &'static Path {
-    static DIR: OnceLock<TempDir> = OnceLock::new();
-    let dir = DIR.get_or_init(|| {
+fn bench(family: Family) -> &'static Path {
+    static DIRS: [OnceLock<TempDir>; 2] = [OnceLock::new(), OnceLock::new()];
+    let dir = DIRS[family as usize].get_or_init(|| {
         let dir = tempfile::tempdir().unwrap();
         let [target, draft] = ["target", "draft"].map(|name| dir.path().join(name));
         for dir in [&target, &draft] {
             fs::create_dir(dir).unwrap();
         }
-        tiny::gemma4(&target, 512);
+        match family {
+            Family::Gemma4 => tiny::gemma4(&target, 512),
+            Family::Experts => tiny::target(&target, "qwen3_moe"),
+        }
         let model = ModelConfig::load(&target).unwrap();
         let config = DSparkConfig {
             decoder: DraftDecoder {
-                model: model.draft_decoder(&[None]).unwrap(),
+                model: model.anchored_decoder(&[None]).unwrap(),
                 taps: Tap::from_layer_ids([0, 2]).unwrap(),
                 num_target_layers: model.layers.len(),
             },
@@ -49,7 +67,7 @@ fn bench() -> &'static Path {
                 blocks: BlockSpec {
                     block_size: GAMMA,
                     slots: SlotTarget::AnchorPredicts,
-                    mask_token_id: MASK,
+                    mask_token_id: family.mask(),
                     causal: false,
                     num_anchors: 8,
                 },
@@ -71,13 +89,13 @@ fn bench() -> &'static Path {
     dir.path()
 }
 
-fn path(name: &str) -> String {
-    bench().join(name).display().to_string()
+fn path(family: Family, name: &str) -> String {
+    bench(family).join(name).display().to_string()
 }
 
 /// Runs `deepspec-eval COMMAND` greedily with this drafter on the held-out rows.
-fn evaluated(command: &[&str], draft: &str, more: &[&str]) -> String {
-    let (target, suites) = (path("target"), repository("eval_datasets"));
+fn evaluated(family: Family, command: &[&str], draft: &str, more: &[&str]) -> String {
+    let (target, suites) = (path(family, "target"), repository("eval_datasets"));
     let (limit, tokens) = (LIMIT.to_string(), TOKENS.to_string());
     let mut all = [&["--quiet"], command].concat();
     all.extend(["--device", "cpu", "--temperature", "0", "--target", &target, "--draft", draft]);
@@ -89,19 +107,28 @@ fn evaluated(command: &[&str], draft: &str, more: &[&str]) -> String {
 }
 
 /// Runs with one slot; returns answers and results.
-fn run(draft: &str, out: &Path) -> (common::Answers, Value) {
+fn run(family: Family, draft: &str, out: &Path) -> (common::Answers, Value) {
     let place =
         ["--dtype", "float32", "--max-num-seqs", "1", "--no-baseline", "--output-dir", out.to_str().unwrap()];
-    evaluated(&["run"], draft, &place);
+    evaluated(family, &["run"], draft, &place);
     (answers(out), results(out))
 }
 
 #[test]
 fn a_run_is_lossless_and_its_confidences_are_calibrated() {
+    check_run(Family::Gemma4);
+}
+
+#[test]
+fn a_run_of_a_mixture_is_lossless_and_its_confidences_are_calibrated() {
+    check_run(Family::Experts);
+}
+
+fn check_run(family: Family) {
     let dir = tempfile::tempdir().unwrap();
     let [plain, drafted] = ["plain", "drafted"].map(|name| dir.path().join(name));
-    let (expected, _) = run("none", &plain);
-    let (found, results) = run(&path("draft"), &drafted);
+    let (expected, _) = run(family, "none", &plain);
+    let (found, results) = run(family, &path(family, "draft"), &drafted);
     assert_eq!(found, expected);
     let tau = results["overall"]["accepted_length"].as_f64().unwrap();
     assert!(tau > 1.2, "{tau}");
@@ -121,7 +148,7 @@ fn a_run_is_lossless_and_its_confidences_are_calibrated() {
     let used = dir.path().join("used");
     let args = ["--dtype", "float32", "--max-num-seqs", "1", "--no-baseline", "--calibration", output];
     let place = ["--output-dir", used.to_str().unwrap()];
-    evaluated(&["run"], &path("draft"), &[&args[..], &place].concat());
+    evaluated(family, &["run"], &path(family, "draft"), &[&args[..], &place].concat());
     assert_eq!(answers(&used), expected, "a calibration decides about confidences alone");
 }
 
@@ -133,33 +160,39 @@ fn a_run_with_an_assistant_is_lossless_and_other_commands_refuse_it_by_name() {
     fs::create_dir(&assistant).unwrap();
     tiny::gemma4_assistant(&assistant, 512);
     let assistant = assistant.to_str().unwrap();
-    let (expected, _) = run("none", &plain);
-    let (found, results) = run(assistant, &drafted);
+    let (expected, _) = run(Family::Gemma4, "none", &plain);
+    let (found, results) = run(Family::Gemma4, assistant, &drafted);
     assert_eq!(found, expected);
     assert_eq!((&results["drafter"]["block_size"], &results["drafter"]["taps"]), (&json!(7), &json!([1, 2])));
-    let doctor = ["checkpoint", "doctor", "--target", &path("target"), "--draft", assistant];
+    let doctor = ["checkpoint", "doctor", "--target", &path(Family::Gemma4, "target"), "--draft", assistant];
     assert_refused(&deepspec_eval(&doctor), 2, &["an assistant of Gemma 4 is read beside its target"]);
     let inspect = ["checkpoint", "inspect", assistant];
     assert_refused(&deepspec_eval(&inspect), 1, &["Gemma4UnifiedAssistantForCausalLM"]);
 }
 
 /// The doctor's report with this mask token in the drafter's config.json.
-fn doctor(mask: i64) -> Value {
+fn doctor(family: Family, mask: i64) -> Value {
     let root = tempfile::tempdir().unwrap();
     let [file, weights] = ["config.json", "model.safetensors"].map(PathBuf::from);
-    let from = bench().join("draft");
+    let from = bench(family).join("draft");
     let mut config: Value = serde_json::from_str(&fs::read_to_string(from.join(&file)).unwrap()).unwrap();
     config["mask_token_id"] = json!(mask);
     fs::write(root.path().join(&file), config.to_string()).unwrap();
     fs::copy(from.join(&weights), root.path().join(&weights)).unwrap();
-    let told = evaluated(&["checkpoint", "doctor", "--json"], root.path().to_str().unwrap(), &[]);
+    let told = evaluated(family, &["checkpoint", "doctor", "--json"], root.path().to_str().unwrap(), &[]);
     serde_json::from_str(&told).unwrap()
 }
 
 #[test]
 fn the_doctor_names_a_wrong_mask_token_and_nothing_else() {
-    assert_eq!(doctor(MASK)["cause"], Value::Null);
-    let report = doctor(300);
+    assert_eq!(doctor(Family::Gemma4, Family::Gemma4.mask())["cause"], Value::Null);
+    let report = doctor(Family::Gemma4, 300);
     assert_eq!(report["cause"], "mask_token", "{report:#}");
     assert!(report["verdict"].as_str().unwrap().contains("mask_token_id 4 instead of 300"), "{report:#}");
+}
+
+/// The template of this target writes no mask token, so that the doctor can suggest none.
+#[test]
+fn the_doctor_finds_nothing_wrong_with_a_drafter_of_a_mixture() {
+    assert_eq!(doctor(Family::Experts, Family::Experts.mask())["cause"], Value::Null);
 }

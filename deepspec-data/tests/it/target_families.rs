@@ -1,6 +1,7 @@
-//! A Gemma 4 target: its hidden states on disk, and its answers.
+//! Targets of a Gemma 4 and of a mixture of experts: their hidden states on disk, and their answers.
 
 use std::fs;
+use std::path::Path;
 
 use deepspec_testkit::tiny;
 use serde_json::json;
@@ -10,15 +11,25 @@ use crate::process::{Server, lines, run, text};
 
 #[test]
 fn a_gemma4_target_is_captured_and_served() {
+    is_captured_and_served(&|dir| tiny::gemma4(dir, 512), "gemma4", 4);
+}
+
+#[test]
+fn a_mixture_of_experts_is_captured_and_served() {
+    is_captured_and_served(&|dir| tiny::target(dir, "qwen3_moe"), "qwen", 1023);
+}
+
+/// `write` makes the target. `chat` are the mask rules, and `mask` is the mask token.
+fn is_captured_and_served(write: &dyn Fn(&Path), chat: &str, mask: usize) {
     let dir = tempfile::tempdir().unwrap();
     let (model, cache) = (dir.path().join("model"), dir.path().join("cache"));
     fs::create_dir(&model).unwrap();
-    tiny::gemma4(&model, 512);
+    write(&model);
     let recipe = dir.path().join("recipe.yaml");
     let written = format!(
         "name: t\ntarget: {{model: '{}', layer_ids: [embedding, 1, 3]}}\n\
-         drafter: {{dspark: {{block_size: 3, num_draft_layers: 1, mask_token_id: 4}}}}\n\
-         data: {{states: {{cache: unused}}, chat_template: gemma4, max_length: 512}}\n",
+         drafter: {{dspark: {{block_size: 3, num_draft_layers: 1, mask_token_id: {mask}}}}}\n\
+         data: {{states: {{cache: unused}}, chat_template: {chat}, max_length: 512}}\n",
         model.display()
     );
     fs::write(&recipe, written).unwrap();
