@@ -31,7 +31,7 @@ fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
             ["domino", "mtp", "peagle", "xpress"]
                 .map(|algorithm| (algorithm, "qwen3_4b", path(algorithm, "qwen3_4b"))),
         )
-        .chain(std::iter::once(("dspark", "qwen3_30b_a3b", path("dspark", "qwen3_30b_a3b"))))
+        .chain(["qwen3_30b_a3b", "gpt_oss_20b"].map(|target| ("dspark", target, path("dspark", target))))
         .collect()
 }
 
@@ -81,6 +81,7 @@ fn all_of_the_reference_are_there_and_some_more() {
             "qwen3_8b" => ("Qwen/Qwen3-8B", [1, 9, 17, 25, 33], 151_669),
             "qwen3_14b" => ("Qwen/Qwen3-14B", [1, 10, 19, 28, 37], 151_669),
             "qwen3_30b_a3b" => ("Qwen/Qwen3-30B-A3B", [1, 12, 23, 34, 45], 151_669),
+            "gpt_oss_20b" => ("openai/gpt-oss-20b", [1, 6, 11, 16, 21], 200_000),
             _ => ("google/gemma-4-12B-it", [5, 17, 29, 41, 46], 4),
         };
         let (length, seed) = match algorithm {

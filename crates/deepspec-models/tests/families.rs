@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use deepspec_models::nn::{ExpertsSpec, RouterScores, Scaling};
+use deepspec_models::nn::{ExpertTensors, ExpertsSpec, RouterScores, Scaling};
 use deepspec_models::{ModelConfig, stop_ids};
 use deepspec_testkit::golden;
 use serde_json::{Map, Value, json};
@@ -283,7 +283,8 @@ fn keys_of_more_families_are_read() {
         parse(&raw).map(|found| found.layers.iter().map(|layer| layer.experts).collect::<Vec<_>>())
     };
     let scores = RouterScores::SoftmaxOverAll { renormalise: false };
-    let some = Some(ExpertsSpec { count: 8, active: 2, width: 16, scores });
+    let tensors = ExpertTensors::EachOrStacked;
+    let some = Some(ExpertsSpec { count: 8, active: 2, width: 16, scores, tensors });
     assert_eq!(experts(json!({"num_experts": 8})).unwrap(), [some; 6]);
     // As transformers 5.17 writes it, with dense layers.
     let newer = json!({"num_local_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]});
@@ -317,6 +318,47 @@ fn keys_of_more_families_are_read() {
     assert_eq!(window(json!({"sliding_window": 9, "max_window_layers": 4})), [None; 6]);
     let on = json!({"use_sliding_window": true, "sliding_window": 9, "max_window_layers": 4});
     assert_eq!(window(on), [Some(9); 6]);
+}
+
+/// Own keys of a gpt-oss.
+fn gpt_oss() -> Value {
+    json!({"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 9, "rope_theta": 1.5e5,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+            "original_max_position_embeddings": 128}})
+}
+
+#[test]
+fn gpt_oss_in_both_spellings() {
+    let found = architecture(&sized("gpt_oss", gpt_oss()));
+    let (local, full) = (&found.layers[0], &found.layers[1]);
+    assert_eq!((local.attention.window, full.attention.window), (Some(9), None));
+    assert!(found.layers.iter().all(|layer| layer.attention.sinks && layer.qkv_bias && layer.output_bias));
+    assert_eq!(found.rms_norm_eps, 1e-5);
+    let scores = RouterScores::SoftmaxOfChosen;
+    let tensors = ExpertTensors::Interleaved;
+    assert_eq!(local.experts, Some(ExpertsSpec { count: 8, active: 2, width: 96, scores, tensors }));
+    assert!(matches!(full.rope.scaling, Scaling::Yarn(yarn) if !yarn.truncate && yarn.factor == 32.0));
+    let mut newer = sized("gpt_oss", gpt_oss());
+    let keys = newer.as_object_mut().unwrap();
+    let mut rope = keys.remove("rope_scaling").unwrap();
+    rope["rope_theta"] = keys.remove("rope_theta").unwrap();
+    keys.insert("rope_parameters".into(), rope);
+    let kind = |layer: usize| if layer % 2 == 0 { "sliding_attention" } else { "full_attention" };
+    keys.insert("layer_types".into(), (0..6).map(kind).collect());
+    assert_eq!(architecture(&newer), found);
+    for (key, value, hint) in [
+        ("swiglu_limit", json!(5), "expected 7"),
+        ("rope_scaling", Value::Null, "YaRN"),
+        ("rope_theta", Value::Null, "missing"),
+        ("head_dim", Value::Null, "missing"),
+        ("sliding_window", Value::Null, "missing"),
+        ("num_experts_per_tok", json!(9), "9 of 8 experts"),
+    ] {
+        let mut own = gpt_oss();
+        own[key] = value;
+        let told = parse(&sized("gpt_oss", own)).map(|_| ()).unwrap_err();
+        assert!(told.contains(key) && told.contains(hint), "{told}");
+    }
 }
 
 /// The published configs leave out most keys of the text part.
@@ -404,6 +446,7 @@ fn drafters_of_more_families_have_plain_layers() {
         ("gemma3_text", json!({"rope_scaling": {"rope_type": "linear", "factor": 8.0}})),
         ("phi3", json!({"partial_rotary_factor": 0.75})),
         ("qwen3_moe", json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16})),
+        ("gpt_oss", gpt_oss()),
     ] {
         let target = parse(&sized(model_type, own)).unwrap();
         let drafters = [

@@ -37,7 +37,9 @@ if len(sys.argv) > 4:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, tensor in list(model.named_parameters()) + list(model.named_buffers()):
-            if "norm" in name or "layer_scalar" in name:
+            if "sinks" in name:
+                tensor.normal_(std=1.5)
+            elif "norm" in name or "layer_scalar" in name:
                 tensor.uniform_(0.6, 1.4)
             elif name in model.state_dict():
                 tensor.normal_(std=1.0 if "embed" in name else 0.25)
@@ -275,6 +277,26 @@ fn random_mixtures_of_experts_compute_what_transformers_computes() {
         ("qwen3_moe", dense_between, [4500, 1, 90]),
         ("qwen3_moe", windows, [40, 7, 300]),
         ("qwen3_moe", yarn, [700, 3, 90]),
+    ];
+    check_random(&sizes, &cases);
+}
+
+/// Random models with sinks, windows, biases, and experts whose gates are clamped.
+#[test]
+fn random_gpt_oss_targets_compute_what_transformers_computes() {
+    let sizes = json!({
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 8192,
+        "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 6,
+    });
+    let yarn = json!({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": false, "original_max_position_embeddings": 256}});
+    let wide = json!({"intermediate_size": 16, "num_experts_per_tok": 6, "sliding_window": 300, "attention_bias": false,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"]});
+    let cases = [
+        ("gpt_oss", json!({}), [40, 7, 300]),
+        ("gpt_oss", yarn, [700, 3, 90]),
+        ("gpt_oss", wide, [310, 700, 1]),
     ];
     check_random(&sizes, &cases);
 }

@@ -117,7 +117,7 @@ fn check(dir: &Path, name: &str) {
 
 #[test]
 fn paths_of_a_tree_have_the_states_of_the_paths_alone() {
-    for family in ["llama", "gemma4", "mistral", "gemma3_text", "granite", "qwen3_moe"] {
+    for family in ["llama", "gemma4", "mistral", "gemma3_text", "granite", "qwen3_moe", "gpt_oss"] {
         let dir = tempfile::tempdir().unwrap();
         match family {
             "llama" => tiny::llama(dir.path()),

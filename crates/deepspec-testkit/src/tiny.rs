@@ -136,7 +136,8 @@ pub fn llama(dir: &Path) {
 }
 
 /// `model_type`s of [`target`].
-pub const OTHER_FAMILIES: [&str; 6] = ["qwen2", "mistral", "granite", "gemma3_text", "phi3", "qwen3_moe"];
+pub const OTHER_FAMILIES: [&str; 7] =
+    ["qwen2", "mistral", "granite", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss"];
 
 /// Writes a random target of one of [`OTHER_FAMILIES`] to `dir`, with the sizes and the tokenizer of [`llama`].
 ///
@@ -163,6 +164,13 @@ pub fn target(dir: &Path, model_type: &str) {
             "Qwen3MoeForCausalLM",
             json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_SIZE, "norm_topk_prob": true,
                 "mlp_only_layers": [0], "rope_theta": 1e6}),
+        ),
+        "gpt_oss" => (
+            "GptOssForCausalLM",
+            json!({"intermediate_size": EXPERT_SIZE, "num_local_experts": 8, "num_experts_per_tok": 2,
+                "sliding_window": 24, "rope_theta": 1.5e5,
+                "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+                    "original_max_position_embeddings": 256}}),
         ),
         "phi3" => ("Phi3ForCausalLM", json!({"rope_theta": 250_000.0, "partial_rotary_factor": 0.5})),
         other => panic!("{other} is none of {OTHER_FAMILIES:?}"),
@@ -198,6 +206,24 @@ pub fn target(dir: &Path, model_type: &str) {
                     let name = |part| name(&format!("mlp.experts.{expert}.{part}_proj.weight"));
                     tensors.extend(parts.map(|(part, shape)| (name(part), shape)));
                 }
+            }
+            "gpt_oss" => {
+                tensors.retain(|(tensor, _)| !tensor.starts_with(&name("mlp.")));
+                let wide = 2 * EXPERT_SIZE;
+                let own = [
+                    ("self_attn.q_proj.bias", vec![64]),
+                    ("self_attn.k_proj.bias", vec![32]),
+                    ("self_attn.v_proj.bias", vec![32]),
+                    ("self_attn.o_proj.bias", vec![HIDDEN_SIZE]),
+                    ("self_attn.sinks", vec![4]),
+                    ("mlp.router.weight", vec![8, HIDDEN_SIZE]),
+                    ("mlp.router.bias", vec![8]),
+                    ("mlp.experts.gate_up_proj", vec![8, HIDDEN_SIZE, wide]),
+                    ("mlp.experts.gate_up_proj_bias", vec![8, wide]),
+                    ("mlp.experts.down_proj", vec![8, EXPERT_SIZE, HIDDEN_SIZE]),
+                    ("mlp.experts.down_proj_bias", vec![8, HIDDEN_SIZE]),
+                ];
+                tensors.extend(own.map(|(part, shape)| (name(part), shape)));
             }
             "phi3" => {
                 let parts = [".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj"];
@@ -298,6 +324,9 @@ fn write_model(dir: &Path, config: &Value, tensors: &[(String, Vec<usize>)]) {
             let (middle, reach) = match shape.as_slice() {
                 // The norms of queries and keys are smaller, because attention scores are not
                 // scaled otherwise.
+                // Biases are around 0.
+                _ if name.ends_with("bias") && !name.contains("self_attn") => (0.0, 0.5),
+                [_, inputs, _] => (0.0, (3.0 / *inputs as f64).sqrt()),
                 [_] if name.contains("self_attn") => (0.4, 0.1),
                 [_] => (1.0, 0.4),
                 _ if name.contains("embed") => (0.0, 0.5),

@@ -81,6 +81,7 @@ impl RefinerHead {
             up: self.up_proj.weight(),
             down: self.down_proj.weight(),
             activation: Activation::Silu,
+            biases: None,
         };
         &y + gated_mlp(&y.flatten(0, 1), mlp).view_as(&y)
     }

@@ -1,7 +1,7 @@
 //! Gemma 3 (dense text part). Norms multiply by 1 + w. Every sixth layer has full attention, the others a sliding window
 //! and rotary embeddings of their own.
 
-use deepspec_checkpoint::{DecoderFamily, Fields};
+use deepspec_checkpoint::{ATTENTION_SINK_BIAS, DecoderFamily, Fields};
 use deepspec_text::ChatFormat;
 
 use super::{QWEN3_OR_LLAMA, rope};
@@ -79,6 +79,8 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
         norms: NormPlacement::Sandwich,
         qk_norm: true,
         qkv_bias: false,
+        output_bias: false,
+        sinks_name: ATTENTION_SINK_BIAS,
         norm_weight: NormWeight::OnePlus,
         residual_scale: 1.0,
         eps,

@@ -1,7 +1,7 @@
 //! Gemma 4 (dense text part). Most layers have a sliding window. The remaining layers have full attention and wider
 //! heads.
 
-use deepspec_checkpoint::{DecoderFamily, Fields};
+use deepspec_checkpoint::{ATTENTION_SINK_BIAS, DecoderFamily, Fields};
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value as Json, json};
 
@@ -108,6 +108,8 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
             norms: NormPlacement::Sandwich,
             qk_norm: true,
             qkv_bias: false,
+            output_bias: false,
+            sinks_name: ATTENTION_SINK_BIAS,
             norm_weight: NormWeight::Plain,
             residual_scale: 1.0,
             eps,

@@ -2,8 +2,10 @@
 
 mod any;
 mod draft;
+mod experts;
 mod gemma3;
 mod gemma4;
+mod gpt_oss;
 mod granite;
 mod llama;
 mod mistral;
@@ -23,7 +25,7 @@ use serde_json::{Map, Value};
 use crate::config::{DraftLayers, Family, ModelConfig, TargetFamily, read_json};
 use crate::{ModelError, Weights};
 
-const FAMILIES: [Family; 9] = [
+const FAMILIES: [Family; 10] = [
     &qwen3::FAMILY,
     &gemma4::FAMILY,
     &llama::FAMILY,
@@ -33,6 +35,7 @@ const FAMILIES: [Family; 9] = [
     &gemma3::FAMILY,
     &phi3::FAMILY,
     &qwen3_moe::FAMILY,
+    &gpt_oss::FAMILY,
 ];
 
 /// Layers of drafters for targets whose own layers no engine runs in a drafter: block drafters have those of Qwen3,

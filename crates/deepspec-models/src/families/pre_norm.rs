@@ -1,7 +1,7 @@
 //! Common parts of Qwen3, Llama and families like them: equal layers with norms before attention and MLP, and one
 //! rotary embedding.
 
-use deepspec_checkpoint::{Fields, read_attention_sinks};
+use deepspec_checkpoint::{ATTENTION_SINK_BIAS, Fields, read_attention_sinks};
 use serde_json::{Map, Value};
 
 use super::{Family, rope};
@@ -32,6 +32,8 @@ pub(super) struct PreNormSettings {
     pub qk_norm: bool,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
+    /// Whether the projection of attention's output has a bias.
+    pub output_bias: bool,
     /// Default of `max_position_embeddings`.
     pub longest: usize,
     /// Default of `rms_norm_eps`.
@@ -55,6 +57,7 @@ impl PreNormSettings {
             family,
             qk_norm: false,
             qkv_bias: false,
+            output_bias: false,
             longest: 4096,
             eps: 1e-6,
             windows,
@@ -73,7 +76,9 @@ impl PreNormSettings {
 pub(super) fn read(fields: &Fields, differences: PreNormSettings) -> Result<ModelConfig, ModelError> {
     let PreNormSettings { family, qk_norm, qkv_bias, longest, windows, .. } = differences;
     fields.require_text_if_present("hidden_act", "silu")?;
-    fields.refuse_if_on("attention_bias", "biases in attention are not supported")?;
+    if !differences.output_bias {
+        fields.refuse_if_on("attention_bias", "biases in attention are not supported")?;
+    }
     let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
     let (hidden_size, query) = (size("hidden_size")?, size("num_attention_heads")?);
     let key_value = fields.size("num_key_value_heads")?.unwrap_or(query);
@@ -104,6 +109,8 @@ pub(super) fn read(fields: &Fields, differences: PreNormSettings) -> Result<Mode
         norms: NormPlacement::Pre,
         qk_norm,
         qkv_bias,
+        output_bias: differences.output_bias,
+        sinks_name: ATTENTION_SINK_BIAS,
         norm_weight: NormWeight::Plain,
         residual_scale: differences.residual_scale,
         eps,

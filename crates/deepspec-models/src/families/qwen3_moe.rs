@@ -2,11 +2,11 @@
 
 use deepspec_checkpoint::{DecoderFamily, Fields};
 
-use super::QWEN3_OR_LLAMA;
 use super::pre_norm::{self, PreNormSettings, refuse_keys};
+use super::{QWEN3_OR_LLAMA, experts};
 use crate::ModelError;
 use crate::config::{ModelConfig, TargetFamily, layer_count};
-use crate::nn::{ExpertsSpec, RouterScores};
+use crate::nn::{ExpertTensors, ExpertsSpec, RouterScores};
 
 /// Qwen3-MoE.
 pub(super) const FAMILY: TargetFamily = TargetFamily {
@@ -59,27 +59,16 @@ fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     Ok(config)
 }
 
-/// Maximum number of experts. A larger number is a mistake in the config, and would exhaust memory.
-const MAX_EXPERTS: i64 = 4096;
-
 /// Sizes of the experts. Newer versions of transformers write `num_local_experts`.
 fn read_experts(fields: &Fields) -> Result<ExpertsSpec, ModelError> {
-    let newer = fields.size::<i64>("num_local_experts")?;
-    let count = fields.required("num_experts", fields.size("num_experts")?.or(newer))?;
-    if count > MAX_EXPERTS {
-        return Err(fields.error("num_experts", format!("{count} is more than {MAX_EXPERTS}")).into());
-    }
-    let key = "num_experts_per_tok";
-    let active = fields.required_size(key)?;
-    if active > count {
-        return Err(fields.error(key, format!("{active} of {count} experts")).into());
-    }
+    let (count, active) = experts::read_counts(fields, ["num_experts", "num_local_experts"])?;
     let renormalise = fields.flag("norm_topk_prob")?.unwrap_or(false);
     Ok(ExpertsSpec {
         count,
         active,
         width: fields.required_size("moe_intermediate_size")?,
         scores: RouterScores::SoftmaxOverAll { renormalise },
+        tensors: ExpertTensors::EachOrStacked,
     })
 }
 

@@ -1,6 +1,5 @@
 //! Projections of grouped-query attention.
 
-use deepspec_checkpoint::ATTENTION_SINK_BIAS;
 use deepspec_ops::{Heads, Qkv};
 use tch::Tensor;
 
@@ -34,18 +33,14 @@ impl Attention {
     pub(super) fn new(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Self {
         let (d, heads) = (spec.hidden_size, spec.attention.heads);
         let (wide, narrow) = (heads.query * heads.dim, heads.key_value * heads.dim);
-        let projection = |part: &str, output| {
-            let name = format!("{name}.{part}");
-            if spec.qkv_bias {
-                Linear::with_bias(b, &name, input, output)
-            } else {
-                Linear::new(b, &name, input, output)
-            }
+        let linear = |part: &str, has_bias, input, output| {
+            linear_with(b, &format!("{name}.{part}"), has_bias, input, output)
         };
+        let projection = |part: &str, output| linear(part, spec.qkv_bias, input, output);
         let v_proj = (spec.value != ValueSource::SharesKey).then(|| projection("v_proj", narrow));
         let q_proj = projection("q_proj", wide);
         let k_proj = projection("k_proj", narrow);
-        let o_proj = Linear::new(b, &format!("{name}.o_proj"), wide, d);
+        let o_proj = linear("o_proj", spec.output_bias, wide, d);
         let q_norm = head_norm(b, name, "q_norm", spec);
         let k_norm = head_norm(b, name, "k_norm", spec);
         let v_norm = (spec.value != ValueSource::Projected).then_some(spec.eps);
@@ -53,7 +48,7 @@ impl Attention {
         let sinks = spec
             .attention
             .sinks
-            .then(|| b.get(&format!("{name}.{ATTENTION_SINK_BIAS}"), &[heads.query], Init::Zeros));
+            .then(|| b.get(&format!("{name}.{}", spec.sinks_name), &[heads.query], Init::Zeros));
         Self { q_proj, keys_values, o_proj, q_norm, sinks, heads }
     }
 
@@ -111,7 +106,7 @@ impl KeyValueProjection {
     pub fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
         let (d, heads) = (spec.hidden_size, spec.attention.heads);
         let narrow = heads.key_value * heads.dim;
-        let projection = |part: &str| Linear::new(b, &format!("{name}.{part}"), d, narrow);
+        let projection = |part: &str| linear_with(b, &format!("{name}.{part}"), spec.qkv_bias, d, narrow);
         Self {
             k_proj: projection("k_proj"),
             v_proj: (spec.value != ValueSource::SharesKey).then(|| projection("v_proj")),
@@ -137,6 +132,11 @@ impl KeyValueProjection {
         };
         (apply_optional_norm(self.k_norm.as_ref(), k), v)
     }
+}
+
+/// A linear layer with or without a bias.
+fn linear_with(b: &Builder, name: &str, has_bias: bool, input: i64, output: i64) -> Linear {
+    if has_bias { Linear::with_bias(b, name, input, output) } else { Linear::new(b, name, input, output) }
 }
 
 /// The norm of the heads of queries or keys; None if the layer has none.

@@ -126,21 +126,30 @@ impl<'a> Builder<'a> {
         tensor
     }
 
-    /// The checkpoint's tensor `name` of the given shape, which holds several weights; see [`Builder::given_weight`]. None if the
-    /// checkpoint has no such tensor, and for other sources.
-    pub(super) fn stored(&self, name: &str, shape: &[i64]) -> Option<Tensor> {
+    /// The checkpoint's tensor `name` of the given shape, which holds several parameters; see [`Builder::given_weight`]. None
+    /// for other sources, and after an error.
+    pub(super) fn whole(&self, name: &str, shape: &[i64]) -> Option<Tensor> {
         let ParameterSource::Checkpoint(weights) = self.source else { return None };
-        if !weights.contains(name) {
-            return None;
-        }
         let tensor = self.read_checkpoint(weights, name, shape);
         self.error.borrow().is_none().then_some(tensor)
     }
 
-    /// The weight of a linear layer that is part of a tensor from [`Builder::stored`], recorded as `name`.
-    pub(super) fn given_weight(&self, name: &str, stored: Tensor) -> Weight {
-        let stored = Weight::Stored(stored);
-        self.record_weight(name, if self.packs { stored.pack() } else { stored })
+    /// As [`Builder::whole`]; None, too, if the checkpoint has no such tensor.
+    pub(super) fn whole_if_present(&self, name: &str, shape: &[i64]) -> Option<Tensor> {
+        let ParameterSource::Checkpoint(weights) = self.source else { return None };
+        weights.contains(name).then(|| self.whole(name, shape)).flatten()
+    }
+
+    /// The weight of a linear layer that is part of a tensor from [`Builder::whole`], recorded as `name`.
+    pub(super) fn given_weight(&self, name: &str, part: Tensor) -> Weight {
+        let part = Weight::Stored(part);
+        self.record_weight(name, if self.packs { part.pack() } else { part })
+    }
+
+    /// A parameter that is part of a tensor from [`Builder::whole`], recorded as `name`.
+    pub(super) fn given(&self, name: &str, part: Tensor) -> Tensor {
+        self.named.borrow_mut().parameters.push((name.to_string(), part.shallow_clone()));
+        part
     }
 
     /// The weight `[output, input]` of a linear layer.

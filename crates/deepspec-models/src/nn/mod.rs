@@ -19,5 +19,5 @@ pub use gru::Gru;
 pub use layer::{DecoderLayer, LayerHook, LayerInput};
 pub use linear::{Linear, RmsNorm};
 pub use rope::{RotaryEmbeddings, Rotations};
-pub use spec::{ExpertsSpec, LayerSpec, NormPlacement, NormWeight, ValueSource};
+pub use spec::{ExpertTensors, ExpertsSpec, LayerSpec, NormPlacement, NormWeight, ValueSource};
 pub use vocabulary::EmbedHead;

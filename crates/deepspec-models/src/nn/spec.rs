@@ -32,6 +32,17 @@ pub enum NormWeight {
     OnePlus,
 }
 
+/// How a checkpoint stores experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExpertTensors {
+    /// The router is `gate.weight`. An expert has three tensors (`experts.3.gate_proj.weight`), or two tensors hold all
+    /// experts: `experts.gate_up_proj [E, 2·I, d]` and `experts.down_proj [E, d, I]`.
+    EachOrStacked,
+    /// The router is `router`, with a bias. Tensors hold all experts, transposed, with biases: `experts.gate_up_proj
+    /// [E, d, 2·I]`, whose even columns are gates and whose odd ones are up projections, and `experts.down_proj [E, I, d]`.
+    Interleaved,
+}
+
 /// Experts of a layer, each of them a gated MLP, and their router.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertsSpec {
@@ -43,6 +54,8 @@ pub struct ExpertsSpec {
     pub width: i64,
     /// How the router weighs the experts of a row.
     pub scores: RouterScores,
+    /// How the checkpoint stores them.
+    pub tensors: ExpertTensors,
 }
 
 /// One decoder layer.
@@ -66,6 +79,10 @@ pub struct LayerSpec {
     pub qk_norm: bool,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
+    /// Whether the projection of attention's output has a bias.
+    pub output_bias: bool,
+    /// Name of the layer's attention sinks `[H]` below `self_attn`, if it has them.
+    pub sinks_name: &'static str,
     /// How the norms use their weights.
     pub norm_weight: NormWeight,
     /// Factor on the outputs of attention and MLP before they are added to the residual stream.

@@ -18,6 +18,8 @@ pub enum RouterScores {
         /// Whether they are divided by their sum (`norm_topk_prob`).
         renormalise: bool,
     },
+    /// The softmax over the k largest logits.
+    SoftmaxOfChosen,
 }
 
 /// The router of a layer with experts.
@@ -25,6 +27,8 @@ pub enum RouterScores {
 pub struct Router<'a> {
     /// Weight of the logits, `[E, d]`.
     pub weight: &'a Weight,
+    /// Bias of the logits, `[E]`.
+    pub bias: Option<&'a Tensor>,
     /// k, experts of a row.
     pub active: i64,
     /// How logits become weights.
@@ -39,6 +43,8 @@ pub struct Expert {
     pub up: Weight,
     /// Down projection `[d, I]`.
     pub down: Weight,
+    /// Biases of gate `[I]`, up `[I]` and down `[d]`; None if there are none.
+    pub biases: Option<[Tensor; 3]>,
 }
 
 /// Weights of a layer's experts.
@@ -55,13 +61,18 @@ pub struct MixtureOfExperts<'a> {
 impl Router<'_> {
     /// Weights `[N, k]`, in the dtype of `x [N, d]`, and experts `[N, k]` of each row, largest weight first.
     fn route(&self, x: &Tensor) -> (Tensor, Tensor) {
-        let probabilities = linear(x, self.weight, None).softmax(-1, Kind::Float);
-        let (scores, experts) = probabilities.topk(self.active, -1, true, true);
-        let scores = match self.scores {
-            RouterScores::SoftmaxOverAll { renormalise: true } => {
-                &scores / scores.sum_dim_intlist(-1, true, Kind::Float)
+        let logits = linear(x, self.weight, self.bias);
+        let largest = |of: &Tensor| of.topk(self.active, -1, true, true);
+        let (scores, experts) = match self.scores {
+            RouterScores::SoftmaxOverAll { renormalise } => {
+                let (scores, experts) = largest(&logits.softmax(-1, Kind::Float));
+                let sums = renormalise.then(|| scores.sum_dim_intlist(-1, true, Kind::Float));
+                (sums.map_or_else(|| scores.shallow_clone(), |sums| &scores / sums), experts)
             }
-            RouterScores::SoftmaxOverAll { renormalise: false } => scores,
+            RouterScores::SoftmaxOfChosen => {
+                let (chosen, experts) = largest(&logits);
+                (chosen.softmax(-1, Kind::Float), experts)
+            }
         };
         (scores.to_kind(x.kind()), experts)
     }
@@ -80,10 +91,10 @@ pub fn mixture_of_experts(x: &Tensor, weights: MixtureOfExperts<'_>) -> Tensor {
     let mut sum = x.zeros_like().to_kind(Kind::Float);
     let all = x.size()[0];
     for Group { expert, first, len } in groups.groups {
-        let Expert { gate, up, down } = &experts[expert];
+        let Expert { gate, up, down, biases } = &experts[expert];
         let rows = groups.rows.narrow(0, first, len);
         let own = if len == all { x.shallow_clone() } else { x.index_select(0, &rows) };
-        let y = gated_mlp(&own, GatedMlp { gate, up, down, activation });
+        let y = gated_mlp(&own, GatedMlp { gate, up, down, activation, biases: biases.as_ref() });
         let y = y.to_kind(Kind::Float) * scores.narrow(0, first, len);
         if len == all {
             sum += y;
@@ -159,25 +170,34 @@ mod tests {
     struct Layer {
         router: Weight,
         experts: Vec<Expert>,
+        bias: Option<Tensor>,
+        activation: Activation,
     }
 
     impl Layer {
         fn new([router, gate, up, down]: &[Tensor; 4], form: fn(Tensor) -> Weight) -> Self {
             let of = |all: &Tensor, expert: i64| form(all.get(expert));
-            let expert = |e| Expert { gate: of(gate, e), up: of(up, e), down: of(down, e) };
+            let expert = |e| Expert { gate: of(gate, e), up: of(up, e), down: of(down, e), biases: None };
             Self {
                 router: form(router.shallow_clone()),
                 experts: (0..router.size()[0]).map(expert).collect(),
+                bias: None,
+                activation: Activation::Silu,
             }
         }
 
         fn run(&self, x: &Tensor, active: i64, scores: RouterScores) -> Tensor {
-            let router = Router { weight: &self.router, active, scores };
-            let experts = &self.experts;
-            mixture_of_experts(x, MixtureOfExperts { router, experts, activation: Activation::Silu })
+            let router = Router { weight: &self.router, bias: self.bias.as_ref(), active, scores };
+            let (experts, activation) = (&self.experts, self.activation);
+            mixture_of_experts(x, MixtureOfExperts { router, experts, activation })
         }
     }
 
+    const SCORES: [RouterScores; 3] = [
+        RouterScores::SoftmaxOverAll { renormalise: false },
+        RouterScores::SoftmaxOverAll { renormalise: true },
+        RouterScores::SoftmaxOfChosen,
+    ];
     const FORMS: [fn(Tensor) -> Weight; 2] = [Weight::Stored, |tensor| Weight::Stored(tensor).pack()];
 
     fn largest(of: &Tensor) -> f64 {
@@ -188,18 +208,49 @@ mod tests {
     fn rows_by_expert_give_what_all_experts_of_all_rows_give() {
         let _no_grad = tch::no_grad_guard();
         for (experts, active, rows) in [(7, 1, 5), (16, 4, 1), (16, 4, 33), (6, 6, 9)] {
-            for renormalise in [false, true] {
-                let scores = RouterScores::SoftmaxOverAll { renormalise };
+            for scores in SCORES {
                 let weights = stacked(experts, Kind::Float);
                 let x = values(&[rows, D], 5);
                 let expected = reference::mixture_of_experts(&x, &weights, active, scores);
                 for form in FORMS {
                     let found = Layer::new(&weights, form).run(&x, active, scores);
                     let off = largest(&(&found - &expected));
-                    let what = format!("{active} of {experts}, {rows} rows, {renormalise}");
+                    let what = format!("{active} of {experts}, {rows} rows, {scores:?}");
                     assert!(off < 1e-5 * largest(&expected), "{what}: {off:e}");
                 }
             }
+        }
+    }
+
+    /// The form of gpt-oss, beside a loop over rows.
+    #[test]
+    fn biases_and_scores_of_the_chosen_experts_count() {
+        let _no_grad = tch::no_grad_guard();
+        let weights = stacked(16, Kind::Float);
+        let mut layer = Layer::new(&weights, Weight::Stored);
+        let bias = values(&[16], 6);
+        (layer.bias, layer.activation) = (Some(bias.shallow_clone()), Activation::ClampedSwiglu);
+        for (expert, seed) in layer.experts.iter_mut().zip(10..) {
+            let [gate, up, down] =
+                [(INNER, 0), (INNER, 100), (D, 200)].map(|(n, more)| values(&[n], seed + more));
+            expert.biases = Some([gate, up, down]);
+        }
+        let x = values(&[9, D], 5);
+        let found = layer.run(&x, 4, RouterScores::SoftmaxOfChosen);
+        for row in 0..9 {
+            let own = x.narrow(0, row, 1);
+            let (chosen, experts) = own.linear(&weights[0], Some(&bias)).topk(4, -1, true, true);
+            let scores = chosen.softmax(-1, Kind::Float);
+            let mut expected = Tensor::zeros([1, D], (Kind::Float, HOST));
+            for place in 0..4 {
+                let Expert { gate, up, down, biases } =
+                    &layer.experts[experts.int64_value(&[0, place]) as usize];
+                let (biases, activation) = (biases.as_ref(), Activation::ClampedSwiglu);
+                let y = gated_mlp(&own, GatedMlp { gate, up, down, activation, biases });
+                expected += y * scores.double_value(&[0, place]);
+            }
+            let off = largest(&(found.narrow(0, row, 1) - &expected));
+            assert!(off < 1e-5 * largest(&expected), "row {row}: {off:e}");
         }
     }
 
@@ -226,8 +277,7 @@ mod tests {
         let _no_grad = tch::no_grad_guard();
         let layer = Layer::new(&stacked(16, Kind::Float), FORMS[1]);
         let x = values(&[21, D], 5);
-        for renormalise in [false, true] {
-            let scores = RouterScores::SoftmaxOverAll { renormalise };
+        for scores in SCORES {
             let all = layer.run(&x, 4, scores);
             for (first, count) in [(0, 1), (7, 1), (20, 1), (3, 5), (2, 19)] {
                 let alone = layer.run(&x.narrow(0, first, count), 4, scores);

@@ -24,12 +24,13 @@ pub(super) fn of_logits(
     active: i64,
     scores: RouterScores,
 ) -> Tensor {
+    // A softmax of the chosen logits is one over all, renormalised.
     let probabilities = logits.softmax(-1, Kind::Float);
     // The k-th largest value is the limit; random logits have no equal values.
     let limit = probabilities.sort(-1, true).0.narrow(1, active - 1, 1);
     let kept = &probabilities * probabilities.ge_tensor(&limit).to_kind(Kind::Float);
     let kept = match scores {
-        RouterScores::SoftmaxOverAll { renormalise: true } => {
+        RouterScores::SoftmaxOverAll { renormalise: true } | RouterScores::SoftmaxOfChosen => {
             &kept / kept.sum_dim_intlist(-1, true, Kind::Float)
         }
         RouterScores::SoftmaxOverAll { renormalise: false } => kept,
