@@ -304,12 +304,12 @@ fn weights_that_are_not_read_are_named_with_the_remedy() {
         assert!(!output.status.success());
         said(&output)
     };
-    let awq = told("awq", &|target| {
+    let four = told("bitsandbytes", &|target| {
         edit(&target.join("config.json"), |config| {
-            config["quantization_config"] = json!({"quant_method": "awq", "bits": 4})
+            config["quantization_config"] = json!({"quant_method": "bitsandbytes", "load_in_4bit": true})
         });
     });
-    assert!(awq.contains("quantised (awq)") && awq.contains("bfloat16"), "{awq}");
+    assert!(four.contains("\"bitsandbytes\" is not read") && four.contains("bfloat16"), "{four}");
     let bin = told("bin", &|target| {
         fs::rename(target.join("model.safetensors"), target.join("pytorch_model.bin")).unwrap()
     });

@@ -107,7 +107,7 @@ impl EvalPrompts {
         let requests = self.suites.iter().flat_map(|suite| &suite.requests);
         let longest =
             requests.map(|request| request.prompt.len() + request.max_new_tokens).max().unwrap_or(0);
-        let weights = Weights::open(&source.dir, "the target", device, kind)?.value_count();
+        let weights = Weights::open_target(&source.dir, "the target", device, kind)?.value_count();
         let head = (source.config.vocab_size * source.config.hidden_size) as usize;
         let (head, drafter) =
             if (device, kind) == (Device::Cpu, Kind::Float) { (head, head + drafter) } else { (0, 0) };

@@ -167,7 +167,7 @@ impl Plan<'_> {
     /// Values of the target's weights. Without the data they are computed from the target's sizes.
     fn target_weight_count(&self) -> Result<usize, ModelError> {
         let Ok(data) = &self.data else { return Ok(self.costs.target.weight_count()) };
-        Ok(Weights::open(&data.source.dir, "the target", self.runtime.device, self.runtime.dtype)?
+        Ok(Weights::open_target(&data.source.dir, "the target", self.runtime.device, self.runtime.dtype)?
             .value_count())
     }
 

@@ -68,7 +68,7 @@ impl TargetShape {
         Ok(Self {
             config: if runs_target { ModelConfig::load(dir)? } else { ModelConfig::load_any(dir)? },
             origin: dir.join(CONFIG_FILE).display().to_string(),
-            has_weights: Weights::open_unquantised_tensors(dir, "the target", HOST).is_ok(),
+            has_weights: Weights::open_outer_tensors(dir, "the target", HOST).is_ok(),
         })
     }
 }

@@ -9,20 +9,22 @@ pub fn cast(bytes: Vec<u8>, from: Dtype, to: Dtype) -> Option<Vec<u8>> {
     if from == to {
         return Some(bytes);
     }
-    let values: Vec<f32> = match from {
-        Dtype::F32 => bytes.as_chunks::<4>().0.iter().map(|&word| f32::from_le_bytes(word)).collect(),
-        Dtype::BF16 => {
-            bytes.as_chunks::<2>().0.iter().map(|&word| bf16::from_le_bytes(word).to_f32()).collect()
-        }
-        Dtype::F16 => {
-            bytes.as_chunks::<2>().0.iter().map(|&word| f16::from_le_bytes(word).to_f32()).collect()
-        }
-        _ => return None,
-    };
+    let values = to_float32(&bytes, from)?;
     Some(match to {
         Dtype::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
         Dtype::BF16 => values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect(),
         Dtype::F16 => values.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes()).collect(),
+        _ => return None,
+    })
+}
+
+/// Values of type `from` in float32. None for types that are no plain floats of at most 32 bits.
+pub fn to_float32(bytes: &[u8], from: Dtype) -> Option<Vec<f32>> {
+    let halves = bytes.as_chunks::<2>().0.iter();
+    Some(match from {
+        Dtype::F32 => bytes.as_chunks::<4>().0.iter().map(|&word| f32::from_le_bytes(word)).collect(),
+        Dtype::BF16 => halves.map(|&word| bf16::from_le_bytes(word).to_f32()).collect(),
+        Dtype::F16 => halves.map(|&word| f16::from_le_bytes(word).to_f32()).collect(),
         _ => return None,
     })
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::fields::{Fields, read_object};
-use crate::{CheckpointError, Drafter, Tensors, is_readable, quantised_folder_message};
+use crate::{CheckpointError, Drafter, Tensors};
 
 /// Roles of special tokens and the config keys of their ids.
 const SPECIAL_TOKENS: [(&str, &str); 3] =
@@ -58,7 +58,7 @@ impl Target {
             })
             .collect();
         let text = text.unwrap_or(outer);
-        let tensors = Tensors::open_present(dir)?;
+        let tensors = Tensors::open_target_present(dir)?;
         let known = [
             ("model.", "lm_head.weight"),
             ("model.language_model.", "lm_head.weight"),
@@ -72,12 +72,6 @@ impl Target {
         let (decoder_prefix, head) = known.into_iter().find(there).ok_or_else(|| {
             tensors.error("model.embed_tokens.weight", "missing; is this a language model with a head?")
         })?;
-        // Quantised layers do not matter here, a quantised embedding does.
-        let embedding = format!("{decoder_prefix}embed_tokens.weight");
-        let is_quantised = tensors.get(&embedding).is_some_and(|found| !is_readable(&embedding, found.dtype));
-        if let Some(problem) = quantised_folder_message(dir, &map).filter(|_| is_quantised) {
-            return Err(CheckpointError::NotADrafter { path: dir.to_path_buf(), problem });
-        }
         Ok(Self {
             name: name.into(),
             dir: dir.to_path_buf(),

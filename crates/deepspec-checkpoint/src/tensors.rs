@@ -11,6 +11,7 @@ use deepspec_core::atomic::FileError;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
+use crate::quantised::{QuantisedTensor, QuantisedWeights};
 use crate::{CheckpointError, shards};
 
 /// Maximum length of a safetensors header in bytes, the limit of the format.
@@ -34,6 +35,10 @@ pub struct Tensors {
     dir: PathBuf,
     store: TensorStorage,
     facts: BTreeMap<String, TensorMetadata>,
+    /// Quantised weights by the names of the plain ones.
+    quantised: BTreeMap<String, QuantisedTensor>,
+    /// Metadata of the stored tensors that they are made of.
+    parts: BTreeMap<String, TensorMetadata>,
 }
 
 enum TensorStorage {
@@ -71,6 +76,52 @@ impl Tensors {
         }
     }
 
+    /// Opens the weights of a target, which may be quantised. Each quantised weight has the name of the plain one and is a
+    /// float32 tensor, and the tensors that it is made of are not listed.
+    ///
+    /// # Errors
+    /// As [`Self::open`], and if the weights are quantised in a way that is not read.
+    pub fn open_target(dir: &Path) -> Result<Self, CheckpointError> {
+        let tensors = Self::open(dir)?;
+        match QuantisedWeights::read(dir)? {
+            Some(weights) => tensors.dequantised(&weights, |_| true),
+            None => Ok(tensors),
+        }
+    }
+
+    /// As [`Self::open_target`], of the shards that are in `dir`. Layers stay as they are stored, in any format: a target that
+    /// runs elsewhere needs none.
+    ///
+    /// # Errors
+    /// As [`Self::open_present`], and if a quantised tensor outside the layers is damaged.
+    pub fn open_target_present(dir: &Path) -> Result<Self, CheckpointError> {
+        let tensors = Self::open_present(dir)?;
+        match QuantisedWeights::read(dir) {
+            Ok(Some(weights)) => tensors.dequantised(&weights, |name| !shards::is_layer_tensor(name)),
+            _ => Ok(tensors),
+        }
+    }
+
+    /// Shows quantised weights, of which one part is called such that `is_shown`, in place of the tensors that they are
+    /// made of.
+    fn dequantised(
+        self,
+        weights: &QuantisedWeights,
+        is_shown: impl Fn(&str) -> bool,
+    ) -> Result<Self, CheckpointError> {
+        let (mut quantised, mut facts, mut parts) = (BTreeMap::new(), self.facts.clone(), BTreeMap::new());
+        for name in self.facts.keys().filter(|name| is_shown(name)) {
+            let Some((plain, tensor)) = weights.find(&self, name)? else { continue };
+            parts.extend(tensor.parts().filter_map(|part| facts.remove_entry(part)));
+            if facts.insert(plain.clone(), tensor.metadata()).is_some() {
+                let problem = format!("`{name}` is the same weight, quantised; remove one of them");
+                return Err(self.error(&plain, problem));
+            }
+            quantised.insert(plain, tensor);
+        }
+        Ok(Self { facts, quantised, parts, ..self })
+    }
+
     fn from_gguf(dir: &Path, model: Model) -> Self {
         let facts = model.tensors().map(|(name, stored)| {
             let dtype = match stored.kind.decoded_type() {
@@ -82,7 +133,8 @@ impl Tensors {
             let bytes = stored.values() * stored.kind.decoded_type().bytes();
             (name.to_string(), TensorMetadata { dtype, shape: stored.shape.clone(), bytes })
         });
-        Self { dir: dir.to_path_buf(), facts: facts.collect(), store: TensorStorage::Gguf(model) }
+        let facts = facts.collect();
+        Self::new(dir, TensorStorage::Gguf(model), facts)
     }
 
     /// Opens one safetensors file of any name.
@@ -110,7 +162,12 @@ impl Tensors {
             files.push((path, file));
         }
         let (facts, locations) = strip_wrapper_names(facts, locations);
-        Ok(Self { dir: dir.to_path_buf(), store: TensorStorage::Shards { files, locations }, facts })
+        Ok(Self::new(dir, TensorStorage::Shards { files, locations }, facts))
+    }
+
+    fn new(dir: &Path, store: TensorStorage, facts: BTreeMap<String, TensorMetadata>) -> Self {
+        let (quantised, parts) = Default::default();
+        Self { dir: dir.to_path_buf(), store, facts, quantised, parts }
     }
 
     /// Reads all values and checks that none is NaN or infinite.
@@ -173,18 +230,40 @@ impl Tensors {
     /// # Errors
     /// Fails if the tensor is missing or its file cannot be read.
     pub fn bytes(&self, name: &str) -> Result<Vec<u8>, CheckpointError> {
-        let size = self.required_metadata(name)?.bytes;
+        match self.quantised.get(name) {
+            Some(tensor) => tensor.values(self),
+            None => self.stored_bytes(name),
+        }
+    }
+
+    /// Metadata of a tensor as it is stored.
+    fn stored_metadata(&self, name: &str) -> Result<&TensorMetadata, CheckpointError> {
+        self.parts.get(name).map_or_else(|| self.required_metadata(name), Ok)
+    }
+
+    /// All bytes of a tensor as it is stored, also if it is part of a quantised weight.
+    pub(crate) fn stored_bytes(&self, name: &str) -> Result<Vec<u8>, CheckpointError> {
         if let TensorStorage::Gguf(model) = &self.store {
             return Ok(model.values(name)?);
         }
-        let mut bytes = Vec::with_capacity(size);
-        self.copy_bytes(name, &mut bytes)?;
+        let mut bytes = Vec::with_capacity(self.stored_metadata(name)?.bytes);
+        self.copy_stored(name, &mut bytes)?;
         Ok(bytes)
     }
 
     /// Writes the bytes of a tensor to `out`, in chunks.
     pub(crate) fn copy_bytes(&self, name: &str, out: &mut impl Write) -> Result<(), CheckpointError> {
-        let bytes = self.required_metadata(name)?.bytes;
+        match self.quantised.get(name) {
+            Some(tensor) => {
+                let values = tensor.values(self)?;
+                Ok(out.write_all(&values).map_err(FileError::at("copying", &self.dir))?)
+            }
+            None => self.copy_stored(name, out),
+        }
+    }
+
+    fn copy_stored(&self, name: &str, out: &mut impl Write) -> Result<(), CheckpointError> {
+        let bytes = self.stored_metadata(name)?.bytes;
         let (path, file, start) = match &self.store {
             TensorStorage::Gguf(model) => {
                 let values = model.values(name)?;

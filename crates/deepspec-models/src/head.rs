@@ -56,13 +56,13 @@ impl TargetHead {
     /// Reads both tensors from the folder of a target with this config, in the checkpoint's dtype.
     ///
     /// # Errors
-    /// If the folder lacks one of them, or they are quantised.
+    /// If the folder lacks one of them, or they are quantised in a way that is not read.
     pub fn load(dir: &Path, config: &ModelConfig, device: Device) -> Result<Self, ModelError> {
         let (path, raw) = read_json(dir)?;
         let outer = Fields::new(&path, &raw);
         let text = text_part(&outer)?;
         let fields = text.as_ref().unwrap_or(&outer);
-        let weights = Weights::open_unquantised_tensors(dir, config.family.class(), device)?;
+        let weights = Weights::open_outer_tensors(dir, config.family.class(), device)?;
         let names = TensorNames::detect(&weights);
         let module = NORM_NAMES.map(|name| format!("{}{name}", names.body));
         let module = module.iter().find(|name| weights.contains(&format!("{name}.weight")));

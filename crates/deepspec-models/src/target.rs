@@ -67,7 +67,7 @@ impl TargetModel {
         let config = ModelConfig::load(dir)?;
         check_taps(&options.taps, config.layers.len())?;
         let (kind, device) = (options.kind, options.device);
-        let mut weights = Weights::open(dir, config.family.class(), device, kind)?;
+        let mut weights = Weights::open_target(dir, config.family.class(), device, kind)?;
         if let (Some(fused), Some(layer)) = (config.family.fused, config.layers.first()) {
             weights.split_fused(fused(layer));
         }
@@ -328,7 +328,7 @@ pub fn load_embed_and_head(
     device: Device,
     kind: Kind,
 ) -> Result<(Tensor, Tensor), ModelError> {
-    let weights = Weights::open_unquantised_tensors(dir, config.family.class(), device)?;
+    let weights = Weights::open_outer_tensors(dir, config.family.class(), device)?;
     let (embed, head) = read_embed_and_head(&weights, TensorNames::detect(&weights), config)?;
     Ok((embed.to_kind(kind), head.to_kind(kind)))
 }

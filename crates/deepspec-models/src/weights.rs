@@ -69,17 +69,31 @@ impl Weights {
         Ok(Self::from_tensors(Tensors::open(dir)?, expected.into(), device, Some(kind)))
     }
 
-    /// Opens a folder whose layers may be quantised or missing, to read other tensors. Floats keep
-    /// their dtype.
+    /// As [`Weights::open`], for a target. Quantised weights are computed in float32 when they are read, and then converted
+    /// to `kind`.
+    ///
+    /// # Errors
+    /// If `dir` has no weights, they are quantised in a way that is not read, or a file is truncated or no safetensors file.
+    pub fn open_target(
+        dir: &Path,
+        expected: impl Into<String>,
+        device: Device,
+        kind: Kind,
+    ) -> Result<Self, ModelError> {
+        Ok(Self::from_tensors(Tensors::open_target(dir)?, expected.into(), device, Some(kind)))
+    }
+
+    /// Opens a target whose layers may be missing or of any format, to read other tensors. Floats keep their dtype, and
+    /// quantised weights become float32.
     ///
     /// # Errors
     /// If no weights are there, or a file is truncated or no safetensors file.
-    pub fn open_unquantised_tensors(
+    pub fn open_outer_tensors(
         dir: &Path,
         expected: impl Into<String>,
         device: Device,
     ) -> Result<Self, ModelError> {
-        Ok(Self::from_tensors(Tensors::open_present(dir)?, expected.into(), device, None))
+        Ok(Self::from_tensors(Tensors::open_target_present(dir)?, expected.into(), device, None))
     }
 
     /// Opens one safetensors file of any name.

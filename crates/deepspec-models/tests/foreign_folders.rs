@@ -165,15 +165,19 @@ fn parts_that_are_not_the_language_model_do_not_matter() {
 
 #[test]
 fn quantised_weights_are_named_with_the_remedy() {
-    for (key, said) in [("quant_method", "awq"), ("quant_method", "gptq"), ("quant_algo", "FP8")] {
+    for (key, said) in
+        [("quant_method", "bitsandbytes"), ("quant_method", "modelopt"), ("quant_algo", "NVFP4")]
+    {
         let dir = model();
         set(dir.path(), "quantization_config", json!({key: said, "bits": 4}));
         let told = problem(dir.path());
-        assert!(
-            told.contains("`quantization_config`") && told.contains(said) && told.contains("bfloat16"),
-            "{told}"
-        );
+        let words = [&format!("`quantization_config.{key}`"), said, "bfloat16", "data.states"];
+        assert!(words.iter().all(|word| told.contains(word)), "{told}");
     }
+    let modelopt = model();
+    fs::write(modelopt.path().join("hf_quant_config.json"), "{}").unwrap();
+    let told = problem(modelopt.path());
+    assert!(told.contains("hf_quant_config.json") && told.contains("bfloat16"), "{told}");
     let null = model();
     set(null.path(), "quantization_config", Value::Null);
     load(null.path()).unwrap_or_else(|error| panic!("{error}"));

@@ -129,7 +129,7 @@ fn resolve_settings(
     drafter: Option<&dyn Drafter>,
 ) -> anyhow::Result<Settings> {
     let folders = [target_dir, draft_dir].into_iter().flatten();
-    let open = |dir: &Path| Weights::open(dir, "a model", place.device, place.kind);
+    let open = |dir: &Path| Weights::open_target(dir, "a model", place.device, place.kind);
     let values = folders.map(|dir| Ok(open(dir)?.value_count())).sum::<Result<usize, ModelError>>()?;
     let calibration = match (&args.calibration, draft_dir) {
         (Some(file), Some(draft)) => Some(Calibration::read(file)?.into_temperatures_for(file, draft)?),

@@ -1,0 +1,71 @@
+//! Float8 weights with a scale per block, row or tensor, as DeepSeek-V3 and Qwen3-FP8 have them.
+
+use safetensors::Dtype;
+
+use crate::quantised::matrix::{SCALES, StoredMatrix};
+use crate::quantised::tensor::QuantisedTensor;
+use crate::{CheckpointError, Fields, Tensors};
+
+/// Ending of the weights.
+pub(crate) const WEIGHT: &str = ".weight";
+/// Endings of the scales by which the weights are multiplied. `_inv` is the inverse of the factor of the quantisation.
+const SCALE_NAMES: [&str; 2] = [".weight_scale_inv", ".weight_scale"];
+/// Endings of the scales of a module's inputs.
+const INPUT_SCALE_NAMES: [&str; 2] = [".input_scale", ".activation_scale"];
+
+/// Settings of `quant_method: fp8`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Fp8 {
+    /// Rows and columns that share a scale; None for a scale per tensor or per row.
+    block: Option<[usize; 2]>,
+}
+
+impl Fp8 {
+    /// Reads `quantization_config`.
+    ///
+    /// # Errors
+    /// If a key is malformed or is not supported.
+    pub fn read(fields: &Fields) -> Result<Self, CheckpointError> {
+        fields.require_text_if_present("fmt", "e4m3")?;
+        let Some(size) = fields.integers("weight_block_size")? else { return Ok(Self { block: None }) };
+        match size[..] {
+            [rows, columns] if rows > 0 && columns > 0 => {
+                Ok(Self { block: Some([rows as usize, columns as usize]) })
+            }
+            _ => {
+                let problem = format!("expected two positive numbers, rows and columns, found {size:?}");
+                Err(fields.error("weight_block_size", problem))
+            }
+        }
+    }
+
+    /// The quantised weight whose numbers are the tensor `name`; None if the tensor is no such thing.
+    ///
+    /// # Errors
+    /// If the scales are missing or do not fit.
+    pub fn find(
+        &self,
+        tensors: &Tensors,
+        name: &str,
+    ) -> Result<Option<(String, QuantisedTensor)>, CheckpointError> {
+        let facts = tensors.required_metadata(name)?;
+        let Some(module) = name.strip_suffix(WEIGHT).filter(|_| facts.dtype == Dtype::F8_E4M3) else {
+            return Ok(None);
+        };
+        let [rows, columns] = facts.shape[..] else {
+            return Err(
+                tensors.error(name, format!("its shape is {:?}; expected two dimensions", facts.shape))
+            );
+        };
+        let numbers = StoredMatrix::new(tensors, name.into(), [rows, columns], &[Dtype::F8_E4M3])?;
+        let scale = SCALE_NAMES.map(|ending| format!("{module}{ending}"));
+        let scale = scale.iter().find(|name| tensors.get(name).is_some()).unwrap_or(&scale[0]).clone();
+        let per_row = tensors.get(&scale).is_some_and(|found| found.shape.iter().product::<usize>() != 1);
+        let block = self.block.unwrap_or([if per_row { 1 } else { rows.max(1) }, columns.max(1)]);
+        let grid = [rows.div_ceil(block[0]), columns.div_ceil(block[1])];
+        let scales = StoredMatrix::new(tensors, scale, grid, &SCALES)?;
+        let unused = INPUT_SCALE_NAMES.map(|ending| format!("{module}{ending}")).into_iter();
+        let unused = unused.filter(|name| tensors.get(name).is_some()).collect();
+        Ok(Some((name.into(), QuantisedTensor { numbers, block, scales, unused })))
+    }
+}

@@ -1,0 +1,139 @@
+//! Quantised weights of targets: the scheme that config.json states, and the values in float32.
+//!
+//! A quantised module `X` has small numbers and their scales in place of `X.weight`. [`QuantisedWeights`] is read once per
+//! folder. [`Tensors::open_target`] shows each quantised weight as a float32 tensor `X.weight`, so that readers see the
+//! tensors of the plain model.
+//!
+//! The lists of modules that stay plain (`ignore`, `modules_to_not_convert`) need no reading: the tensors of such modules are
+//! plain ones. Schemes of activations change no weight, and are not simulated.
+
+mod float8;
+mod fp8;
+mod matrix;
+mod tensor;
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::fields::read_object;
+use crate::{CheckpointError, Fields, Tensors};
+use fp8::Fp8;
+pub(crate) use tensor::QuantisedTensor;
+
+/// Keys of a config that hold the scheme.
+const CONFIG_KEYS: [&str; 2] = ["quantization_config", "compression_config"];
+/// Files beside config.json in which AutoGPTQ and ModelOpt state a scheme.
+const OTHER_FILES: [&str; 2] = ["quantize_config.json", "hf_quant_config.json"];
+/// What to do with a target that is not read.
+const TARGET_REMEDY: &str = "use the same model in bfloat16, or let a server compute its hidden states and answers: \
+     `data.states: {server: URL}` and `deepspec-data regenerate --server URL`";
+
+/// How the quantised modules of a target store their weights.
+#[derive(Debug)]
+pub(crate) enum QuantisedWeights {
+    /// `quant_method: fp8`.
+    Fp8(Fp8),
+}
+
+impl QuantisedWeights {
+    /// Reads the scheme of the target in `dir`. None for plain weights.
+    ///
+    /// # Errors
+    /// If the scheme is not supported, with method, key and remedy.
+    pub fn read(dir: &Path) -> Result<Option<Self>, CheckpointError> {
+        let path = dir.join("config.json");
+        let map = if path.is_file() { read_object(&path)? } else { Map::new() };
+        let outer = Fields::new(&path, &map);
+        let text = outer.object("text_config")?;
+        for fields in [Some(&outer), text.as_ref()].into_iter().flatten() {
+            for key in CONFIG_KEYS {
+                if let Some(scheme) = fields.object(key)? {
+                    return Self::parse(&scheme).map(Some);
+                }
+            }
+        }
+        match OTHER_FILES.into_iter().find(|name| dir.join(name).is_file()) {
+            None => Ok(None),
+            Some(name) => {
+                let problem = format!("the weights are quantised, which is not read; {TARGET_REMEDY}");
+                Err(CheckpointError::NotADrafter { path: dir.join(name), problem })
+            }
+        }
+    }
+
+    fn parse(fields: &Fields) -> Result<Self, CheckpointError> {
+        if fields.map.get("kv_cache_scheme").is_some_and(|scheme| !scheme.is_null()) {
+            let problem = format!("keys and values of quantised caches are not computed; {TARGET_REMEDY}");
+            return Err(fields.error("kv_cache_scheme", problem));
+        }
+        match method(fields.map) {
+            Some((_, "fp8")) => Fp8::read(fields).map(Self::Fp8),
+            Some((key, other)) => {
+                Err(fields.error(key, format!("\"{other}\" is not read; {READ_METHODS}; {TARGET_REMEDY}")))
+            }
+            None => Err(fields.error("quant_method", format!("missing; {READ_METHODS}; {TARGET_REMEDY}"))),
+        }
+    }
+
+    /// The quantised weight of which the tensor `name` has the numbers, and the plain weight's name. None if the tensor is
+    /// something else.
+    ///
+    /// # Errors
+    /// If other tensors of the module are missing or do not fit.
+    pub fn find(
+        &self,
+        tensors: &Tensors,
+        name: &str,
+    ) -> Result<Option<(String, QuantisedTensor)>, CheckpointError> {
+        match self {
+            Self::Fp8(fp8) => fp8.find(tensors, name),
+        }
+    }
+}
+
+/// The methods that are read, for messages.
+const READ_METHODS: &str = "fp8 is";
+
+/// The key that names the method of a scheme, and the method.
+fn method(scheme: &Map<String, Value>) -> Option<(&'static str, &str)> {
+    ["quant_method", "quant_algo", "format"]
+        .into_iter()
+        .find_map(|key| Some((key, scheme.get(key)?.as_str()?)))
+}
+
+/// Error message with the remedy for a drafter of quantised weights; None for plain weights.
+pub fn quantised_folder_message(dir: &Path, config: &Map<String, Value>) -> Option<String> {
+    const REMEDY: &str =
+        "the weights are quantised, and drafters are not read so; use the drafter in bfloat16";
+    let text = config.get("text_config").and_then(Value::as_object);
+    let said = [Some(config), text]
+        .into_iter()
+        .flatten()
+        .find_map(|map| CONFIG_KEYS.iter().find_map(|key| map.get(*key).filter(|value| !value.is_null())));
+    if let Some(said) = said {
+        let found = said.as_object().and_then(method).map_or("of an unnamed method", |(_, method)| method);
+        return Some(format!("`quantization_config` ({found}): {REMEDY}"));
+    }
+    let beside = OTHER_FILES.into_iter().find(|name| dir.join(name).is_file());
+    beside.map(|name| format!("{name}: {REMEDY}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_method_of_a_drafter_is_named() {
+        let read = |value: Value| quantised_folder_message(Path::new("nowhere"), value.as_object().unwrap());
+        assert!(read(json!({"quantization_config": {"quant_method": "awq"}})).unwrap().contains("(awq)"));
+        assert!(
+            read(json!({"text_config": {"quantization_config": {"quant_method": "fp8"}}}))
+                .unwrap()
+                .contains("(fp8)")
+        );
+        assert_eq!(read(json!({"quantization_config": null})), None);
+        assert_eq!(read(json!({})), None);
+    }
+}

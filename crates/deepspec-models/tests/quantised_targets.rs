@@ -1,0 +1,78 @@
+//! Quantised targets compute as the plain model whose weights another package de-quantises from the same tensors.
+//!
+//! Runs only if `DEEPSPEC_SPECULATORS_PYTHON` names a Python with compressed-tensors and transformers.
+
+mod common;
+
+use std::path::Path;
+use std::process::Command;
+
+use common::tensor;
+use deepspec_engine::{ModelInput, Target};
+use deepspec_models::{TargetModel, TargetOptions, Weights};
+use deepspec_testkit::{golden, skip, tiny};
+use tch::{Device, Kind, Tensor};
+
+/// The logits after three tokens.
+fn logits(dir: &Path) -> Tensor {
+    let _guard = tch::no_grad_guard();
+    let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, taps: vec![] };
+    let mut model = TargetModel::load(dir, &options).unwrap_or_else(|error| panic!("{error}"));
+    let found = model.forward(&ModelInput { chunks: &[(0, 3)], tokens: Tensor::from_slice(&[3i64, 17, 39]) });
+    model.logits(&found.hidden)
+}
+
+/// Quantises the model in `plain` by each scheme, and compares its weights and logits with the peer's.
+fn check(plain: &Path, schemes: &[&str]) {
+    let Some(python) = skip::speculators_python("compressed-tensors and transformers") else { return };
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/quantised_targets.py");
+    let out = tempfile::tempdir().unwrap();
+    let run = Command::new(&python)
+        .arg(&script)
+        .args([plain, out.path()])
+        .args(schemes)
+        .env("HF_HUB_OFFLINE", "1")
+        .output()
+        .unwrap();
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    for scheme in schemes {
+        let [quantised, expected] = ["quantised", "expected"].map(|name| out.path().join(scheme).join(name));
+        let weights = Weights::open_target(&quantised, "a target", Device::Cpu, Kind::Float).unwrap();
+        let arrays = golden::arrays(&expected.join("model.safetensors"));
+        let mut values = 0;
+        for (name, array) in arrays {
+            let found = weights.get(&name, &array.shape).unwrap_or_else(|error| panic!("{scheme}: {error}"));
+            assert!(found.equal(&tensor(&array)), "{scheme}: {name}");
+            values += found.numel();
+        }
+        assert_eq!(weights.unread_names(), [""; 0], "{scheme}");
+        assert_eq!(weights.value_count(), values, "{scheme}");
+        assert!(logits(&quantised).equal(&logits(&expected)), "{scheme}: the logits differ");
+    }
+}
+
+#[test]
+fn float8_weights_are_those_of_transformers_and_compressed_tensors() {
+    let plain = tempfile::tempdir().unwrap();
+    tiny::qwen3(plain.path(), 40);
+    check(
+        plain.path(),
+        &[
+            "fp8 blocks",
+            "fp8 blocks, bfloat16 scales",
+            "fp8 blocks, float8 scales",
+            "fp8 uneven blocks",
+            "fp8 tensors",
+            "fp8 tensors, static inputs",
+            "fp8 rows",
+        ],
+    );
+}
+
+/// Phi-4 stores three projections as one tensor, and two others as another.
+#[test]
+fn fused_weights_are_read_in_parts() {
+    let plain = tempfile::tempdir().unwrap();
+    tiny::target(plain.path(), "phi3");
+    check(plain.path(), &["fp8 blocks", "fp8 uneven blocks"]);
+}
