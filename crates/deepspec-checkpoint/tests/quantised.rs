@@ -8,14 +8,16 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 
-/// Name, dtype and shape of a tensor, whose bytes are ones.
+/// Name, dtype and shape of a tensor, whose bytes are ones. A `weight_shape` holds 40 and 24.
 type Stored<'a> = (&'a str, Dtype, &'a [usize]);
 
 fn write(dir: &Path, scheme: &Value, tensors: &[Stored]) {
     fs::write(dir.join("config.json"), json!({"quantization_config": scheme}).to_string()).unwrap();
-    let bytes = vec![1; 1 << 16];
+    let (ones, shape_bytes) = (vec![1; 1 << 16], [40_i64, 24].map(i64::to_le_bytes).concat());
     let views = tensors.iter().map(|&(name, dtype, shape)| {
         let size = shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        let is_shape = name.ends_with("weight_shape") && size == shape_bytes.len();
+        let bytes = if is_shape { &shape_bytes } else { &ones };
         (name, TensorView::new(dtype, shape.to_vec(), &bytes[..size]).unwrap())
     });
     fs::write(dir.join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
@@ -64,6 +66,103 @@ fn float8_weights_without_the_scales_that_fit() {
         scheme[key] = value;
         check(&scheme, &[weight, scale(&[3, 2])], &["config.json", &format!("`quantization_config.{key}`")]);
     }
+}
+
+fn compressed(format: &str, weights: &Value) -> Value {
+    let groups = json!({"group_0": {"targets": ["Linear"], "weights": weights}});
+    json!({"quant_method": "compressed-tensors", "format": format, "config_groups": groups})
+}
+
+#[test]
+fn packed_weights_without_the_tensors_that_fit() {
+    let scheme = compressed(
+        "pack-quantized",
+        &json!({"num_bits": 4, "strategy": "group", "group_size": 8, "symmetric": false}),
+    );
+    let all: [Stored; 4] = [
+        ("x.weight_packed", Dtype::I32, &[40, 3]),
+        ("x.weight_shape", Dtype::I64, &[2]),
+        ("x.weight_scale", Dtype::BF16, &[40, 3]),
+        ("x.weight_zero_point", Dtype::I32, &[5, 3]),
+    ];
+    let with = |place: usize, tensor: Stored<'static>| {
+        let mut changed = all.to_vec();
+        changed[place] = tensor;
+        changed
+    };
+    for place in 1..4 {
+        let others: Vec<Stored> = all.into_iter().filter(|tensor| tensor.0 != all[place].0).collect();
+        check(&scheme, &others, &[&format!("`{}`", all[place].0), "missing"]);
+    }
+    check(&scheme, &with(0, ("x.weight_packed", Dtype::I32, &[40, 4])), &["[40, 4]", "[40, 3]"]);
+    check(&scheme, &with(0, ("x.weight_packed", Dtype::U8, &[40, 3])), &["`x.weight_packed`", "U8", "int32"]);
+    check(&scheme, &with(1, ("x.weight_shape", Dtype::I64, &[3])), &["`x.weight_shape`", "rows and columns"]);
+    check(&scheme, &with(1, ("x.weight_shape", Dtype::F32, &[2])), &["`x.weight_shape`", "float32", "int64"]);
+    check(
+        &scheme,
+        &with(2, ("x.weight_scale", Dtype::BF16, &[40])),
+        &["`x.weight_scale`", "[40]", "[40, 3]"],
+    );
+    check(&scheme, &with(3, ("x.weight_zero_point", Dtype::I32, &[40, 3])), &["[40, 3]", "[5, 3]"]);
+    let twice = [&all[..], &[("x.weight", Dtype::BF16, &[40, 24])]].concat();
+    check(&scheme, &twice, &["`x.weight`", "`x.weight_packed` is the same weight"]);
+    // The group of each column is 0x01010101.
+    let ordered = [&all[..], &[("x.weight_g_idx", Dtype::I32, &[24])]].concat();
+    check(&scheme, &ordered, &["`x.weight_g_idx`", "the group 16843009", "3 groups"]);
+    let mut dividing = scheme;
+    dividing["config_groups"]["group_0"]["weights"]["group_size"] = json!(7);
+    check(&dividing, &all, &["`x.weight_packed`", "`group_size` 7 does not divide its 24 columns"]);
+    let plain = compressed("int-quantized", &json!({"num_bits": 8, "strategy": "channel"}));
+    check(&plain, &all, &["`x.weight_packed`", "`config_groups.group_0` are not packed"]);
+}
+
+#[test]
+fn settings_of_compressed_tensors_that_are_not_read() {
+    let weights = json!({"num_bits": 4, "strategy": "channel"});
+    let group = "config_groups.group_0";
+    for (key, value) in [
+        ("format", json!("nvfp4-pack-quantized")),
+        ("format", json!("marlin-24")),
+        ("format", json!(null)),
+        ("sparsity_config.format", json!("sparse-24-bitmask")),
+        ("quantization_status", json!("frozen")),
+        ("kv_cache_scheme", json!({"num_bits": 8})),
+        ("transform_config", json!({"config_groups": {"R1": {}}})),
+        ("config_groups", json!(null)),
+        (&format!("{group}.format"), json!("mxfp4-pack-quantized")),
+        (&format!("{group}.output_activations"), json!({"num_bits": 8})),
+        (&format!("{group}.weights.num_bits"), json!(3)),
+        (&format!("{group}.weights.type"), json!("float")),
+        (&format!("{group}.weights.strategy"), json!("tensor_group")),
+        (&format!("{group}.weights.strategy"), json!("group")),
+        (&format!("{group}.weights.dynamic"), json!(true)),
+    ] {
+        let mut scheme = compressed("pack-quantized", &weights);
+        let pointer = format!("/{}", key.replace('.', "/"));
+        match scheme.pointer_mut(&pointer) {
+            Some(place) => *place = value,
+            None => {
+                let (parent, last) = pointer.rsplit_once('/').unwrap();
+                if scheme.pointer(parent).is_none() {
+                    scheme[&parent[1..]] = json!({});
+                }
+                scheme.pointer_mut(parent).unwrap()[last] = value;
+            }
+        }
+        let named = if key.ends_with("strategy") && scheme.pointer(&pointer) == Some(&json!("group")) {
+            key.replace("strategy", "group_size")
+        } else {
+            key.into()
+        };
+        check(&scheme, &[], &["config.json", &format!("`quantization_config.{named}`")]);
+    }
+    // A module that no one of several groups targets.
+    let mut scheme = compressed("pack-quantized", &weights);
+    scheme["config_groups"]["group_0"]["targets"] = json!(["re:.*mlp.*", "re:x$"]);
+    scheme["config_groups"]["group_1"] = json!({"targets": ["y"], "weights": weights});
+    check(&scheme, &[("a.x.weight_packed", Dtype::I32, &[40, 3])], &["`a.x.weight_packed`", "targets"]);
+    scheme["config_groups"]["group_1"]["targets"] = json!(["re:(?!x)"]);
+    check(&scheme, &[], &["`quantization_config.config_groups.group_1.targets`", "(?!x)"]);
 }
 
 /// A target that runs elsewhere may have layers that are not read.

@@ -84,7 +84,119 @@ def fp8_uneven(config, weights):
     return fp8(config, weights, block=block, scale=lambda scales: scales, peer=peer)
 
 
+def scale_ranges(weight, args):
+    """Least and greatest weights per scale of compressed-tensors, in the shape of the scales."""
+    rows, columns = weight.shape
+    match args.strategy:
+        case "tensor":
+            return weight.amin().view(1), weight.amax().view(1)
+        case "channel":
+            return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+        case "group":
+            groups = weight.view(rows, -1, args.group_size)
+            return groups.amin(-1), groups.amax(-1)
+        case "block":
+            height, width = args.block_structure
+            blocks = weight.view(rows // height, height, columns // width, width)
+            return blocks.amin((1, 3)), blocks.amax((1, 3))
+
+
+def compressed(config, weights, *groups, scale_dtype=torch.float32, ordered=False):
+    """`quant_method: compressed-tensors`. A group has its targets, its format and the settings of its weights."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.utils.match import match_name
+
+    schemes = {
+        f"group_{place}": QuantizationScheme(targets=targets, format=form, weights=QuantizationArgs(**args))
+        for place, (targets, form, args) in enumerate(groups)
+    }
+    stored, expected = {}, {}
+    for module, weight in weights.items():
+        named = [scheme for scheme in schemes.values() if any(match_name(module, target) for target in scheme.targets)]
+        scheme = (named or [scheme for scheme in schemes.values() if "Linear" in scheme.targets])[0]
+        compressor, weight = BaseCompressor.get_value_from_registry(scheme.format), weight.to(scale_dtype)
+        scales, zero_points = calculate_qparams(*scale_ranges(weight, scheme.weights), scheme.weights)
+        state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zero_points}
+        state = compressor.compress(state, scheme)
+        value = compressor.decompress(state, scheme)["weight"]
+        assert value.dtype == scale_dtype
+        if ordered:
+            value = reorder(state, scheme.weights)
+        stored |= {f"{module}.{name}": tensor for name, tensor in state.items()}
+        expected[f"{module}.weight"] = value
+    formats = {form for _, form, _ in groups}
+    settings = QuantizationConfig(
+        config_groups=schemes,
+        format=formats.pop() if len(formats) == 1 else "mixed-precision",
+        quantization_status="compressed",
+        ignore=["lm_head"],
+    )
+    config["quantization_config"] = json.loads(settings.model_dump_json())
+    if ordered:
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    return stored, expected
+
+
+def reorder(state, args):
+    """Gives every column a random group. The values are computed here, because compressed-tensors has removed this order."""
+    from compressed_tensors.compressors.pack_quantized import unpack_from_int32
+
+    rows, columns = shape = state["weight_shape"].tolist()
+    groups = state["weight_scale"].shape[1]
+    index = torch.arange(columns, dtype=torch.int32) // args.group_size
+    index = index[torch.randperm(columns, generator=torch.Generator().manual_seed(3))]
+    state["weight_g_idx"] = index
+    numbers = unpack_from_int32(state["weight_packed"], args.num_bits, shape)
+    zero_points = unpack_from_int32(state["weight_zero_point"], args.num_bits, (rows, groups), packed_dim=0)
+    return (numbers - zero_points[:, index]).float() * state["weight_scale"][:, index]
+
+
+def packed(bits, strategy, **args):
+    return ["Linear"], "pack-quantized", {"num_bits": bits, "strategy": strategy, **args}
+
+
+def int8(strategy, **args):
+    return ["Linear"], "int-quantized", {"num_bits": 8, "strategy": strategy, **args}
+
+
+def compressed_float8(strategy, **args):
+    return ["Linear"], "float-quantized", {"num_bits": 8, "type": "float", "strategy": strategy, **args}
+
+
+# One scheme for attention, by the names of its modules, and others for two kinds of other modules.
+SEVERAL_GROUPS = (
+    (["re:.*self_attn.*"], *packed(4, "group", group_size=8, symmetric=False)[1:]),
+    compressed_float8("channel"),
+    (["model.layers.1.mlp.up_proj", "re:.*down_proj$"], *int8("channel")[1:]),
+)
+
 SCHEMES = {
+    "compressed float8 tensors": lambda *model: compressed(*model, compressed_float8("tensor")),
+    "compressed float8 channels": lambda *model: compressed(*model, compressed_float8("channel")),
+    "compressed float8 blocks": lambda *model: compressed(*model, compressed_float8("block", block_structure=[16, 8])),
+    "compressed int8 channels": lambda *model: compressed(*model, int8("channel")),
+    "compressed int8 channels, asymmetric": lambda *model: compressed(*model, int8("channel", symmetric=False)),
+    "compressed int8 tensors, asymmetric": lambda *model: compressed(*model, int8("tensor", symmetric=False)),
+    "packed int4 groups": lambda *model: compressed(*model, packed(4, "group", group_size=8)),
+    "packed int4 groups, asymmetric": lambda *model: compressed(*model, packed(4, "group", group_size=8, symmetric=False)),
+    "packed int4 channels": lambda *model: compressed(*model, packed(4, "channel")),
+    "packed int4 channels, asymmetric": lambda *model: compressed(*model, packed(4, "channel", symmetric=False)),
+    "packed int8 groups": lambda *model: compressed(*model, packed(8, "group", group_size=16)),
+    "packed int8 groups, asymmetric": lambda *model: compressed(
+        *model, packed(8, "group", group_size=16, symmetric=False)
+    ),
+    "packed int4 groups in order": lambda *model: compressed(
+        *model, packed(4, "group", group_size=8, symmetric=False), ordered=True
+    ),
+    "packed int4 groups, asymmetric, in bfloat16": lambda *model: compressed(
+        *model, packed(4, "group", group_size=8, symmetric=False), scale_dtype=torch.bfloat16
+    ),
+    "compressed float8 channels in bfloat16": lambda *model: compressed(
+        *model, compressed_float8("channel"), scale_dtype=torch.bfloat16
+    ),
+    "several groups": lambda *model: compressed(*model, *SEVERAL_GROUPS),
     "fp8 blocks": lambda *model: fp8(*model, block=(16, 8), scale=lambda scales: scales),
     "fp8 blocks, bfloat16 scales": lambda *model: fp8(*model, block=(16, 8), scale=torch.Tensor.bfloat16),
     "fp8 blocks, float8 scales": lambda *model: fp8(
@@ -98,7 +210,7 @@ SCHEMES = {
     "fp8 rows": fp8_rows,
 }
 # Schemes that quantise the head, too.
-WITH_HEAD = ("fp8 rows",)
+WITH_HEAD = ("fp8 rows", "packed int8 groups, asymmetric")
 
 
 def write(scheme, plain, out):

@@ -1,4 +1,5 @@
 //! Quantised targets compute as the plain model whose weights another package de-quantises from the same tensors.
+//! Weights and logits are equal to the last bit.
 //!
 //! Runs only if `DEEPSPEC_SPECULATORS_PYTHON` names a Python with compressed-tensors and transformers.
 
@@ -14,9 +15,9 @@ use deepspec_testkit::{golden, skip, tiny};
 use tch::{Device, Kind, Tensor};
 
 /// The logits after three tokens.
-fn logits(dir: &Path) -> Tensor {
+fn logits(dir: &Path, kind: Kind) -> Tensor {
     let _guard = tch::no_grad_guard();
-    let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, taps: vec![] };
+    let options = TargetOptions { device: Device::Cpu, kind, slots: 1, taps: vec![] };
     let mut model = TargetModel::load(dir, &options).unwrap_or_else(|error| panic!("{error}"));
     let found = model.forward(&ModelInput { chunks: &[(0, 3)], tokens: Tensor::from_slice(&[3i64, 17, 39]) });
     model.logits(&found.hidden)
@@ -37,17 +38,18 @@ fn check(plain: &Path, schemes: &[&str]) {
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     for scheme in schemes {
         let [quantised, expected] = ["quantised", "expected"].map(|name| out.path().join(scheme).join(name));
-        let weights = Weights::open_target(&quantised, "a target", Device::Cpu, Kind::Float).unwrap();
+        let kind = if scheme.ends_with("in bfloat16") { Kind::BFloat16 } else { Kind::Float };
+        let weights = Weights::open_target(&quantised, "a target", Device::Cpu, kind).unwrap();
         let arrays = golden::arrays(&expected.join("model.safetensors"));
         let mut values = 0;
         for (name, array) in arrays {
             let found = weights.get(&name, &array.shape).unwrap_or_else(|error| panic!("{scheme}: {error}"));
-            assert!(found.equal(&tensor(&array)), "{scheme}: {name}");
+            assert!(found.equal(&tensor(&array).to_kind(kind)), "{scheme}: {name}");
             values += found.numel();
         }
         assert_eq!(weights.unread_names(), [""; 0], "{scheme}");
         assert_eq!(weights.value_count(), values, "{scheme}");
-        assert!(logits(&quantised).equal(&logits(&expected)), "{scheme}: the logits differ");
+        assert!(logits(&quantised, kind).equal(&logits(&expected, kind)), "{scheme}: the logits differ");
     }
 }
 
@@ -69,10 +71,37 @@ fn float8_weights_are_those_of_transformers_and_compressed_tensors() {
     );
 }
 
+#[test]
+fn compressed_weights_are_those_of_compressed_tensors() {
+    let plain = tempfile::tempdir().unwrap();
+    tiny::qwen3(plain.path(), 40);
+    check(
+        plain.path(),
+        &[
+            "compressed float8 tensors",
+            "compressed float8 channels",
+            "compressed float8 channels in bfloat16",
+            "compressed float8 blocks",
+            "compressed int8 channels",
+            "compressed int8 channels, asymmetric",
+            "compressed int8 tensors, asymmetric",
+            "packed int4 groups",
+            "packed int4 groups, asymmetric",
+            "packed int4 groups, asymmetric, in bfloat16",
+            "packed int4 groups in order",
+            "packed int4 channels",
+            "packed int4 channels, asymmetric",
+            "packed int8 groups",
+            "packed int8 groups, asymmetric",
+            "several groups",
+        ],
+    );
+}
+
 /// Phi-4 stores three projections as one tensor, and two others as another.
 #[test]
 fn fused_weights_are_read_in_parts() {
     let plain = tempfile::tempdir().unwrap();
     tiny::target(plain.path(), "phi3");
-    check(plain.path(), &["fp8 blocks", "fp8 uneven blocks"]);
+    check(plain.path(), &["fp8 blocks", "fp8 uneven blocks", "packed int4 groups, asymmetric"]);
 }

@@ -2,8 +2,8 @@
 
 use safetensors::Dtype;
 
-use crate::quantised::matrix::{SCALES, StoredMatrix};
-use crate::quantised::tensor::QuantisedTensor;
+use crate::quantised::matrix::{SCALES, StoredMatrix, matrix_shape};
+use crate::quantised::tensor::{QuantisedTensor, ZeroPoints};
 use crate::{CheckpointError, Fields, Tensors};
 
 /// Ending of the weights.
@@ -27,16 +27,7 @@ impl Fp8 {
     /// If a key is malformed or is not supported.
     pub fn read(fields: &Fields) -> Result<Self, CheckpointError> {
         fields.require_text_if_present("fmt", "e4m3")?;
-        let Some(size) = fields.integers("weight_block_size")? else { return Ok(Self { block: None }) };
-        match size[..] {
-            [rows, columns] if rows > 0 && columns > 0 => {
-                Ok(Self { block: Some([rows as usize, columns as usize]) })
-            }
-            _ => {
-                let problem = format!("expected two positive numbers, rows and columns, found {size:?}");
-                Err(fields.error("weight_block_size", problem))
-            }
-        }
+        Ok(Self { block: read_block(fields, "weight_block_size")? })
     }
 
     /// The quantised weight whose numbers are the tensor `name`; None if the tensor is no such thing.
@@ -52,20 +43,38 @@ impl Fp8 {
         let Some(module) = name.strip_suffix(WEIGHT).filter(|_| facts.dtype == Dtype::F8_E4M3) else {
             return Ok(None);
         };
-        let [rows, columns] = facts.shape[..] else {
-            return Err(
-                tensors.error(name, format!("its shape is {:?}; expected two dimensions", facts.shape))
-            );
-        };
+        let [rows, columns] = matrix_shape(tensors, name)?;
         let numbers = StoredMatrix::new(tensors, name.into(), [rows, columns], &[Dtype::F8_E4M3])?;
         let scale = SCALE_NAMES.map(|ending| format!("{module}{ending}"));
         let scale = scale.iter().find(|name| tensors.get(name).is_some()).unwrap_or(&scale[0]).clone();
         let per_row = tensors.get(&scale).is_some_and(|found| found.shape.iter().product::<usize>() != 1);
-        let block = self.block.unwrap_or([if per_row { 1 } else { rows.max(1) }, columns.max(1)]);
+        let block = self.block.unwrap_or([if per_row { 1 } else { rows }, columns]);
         let grid = [rows.div_ceil(block[0]), columns.div_ceil(block[1])];
         let scales = StoredMatrix::new(tensors, scale, grid, &SCALES)?;
-        let unused = INPUT_SCALE_NAMES.map(|ending| format!("{module}{ending}")).into_iter();
-        let unused = unused.filter(|name| tensors.get(name).is_some()).collect();
-        Ok(Some((name.into(), QuantisedTensor { numbers, block, scales, unused })))
+        let unused = present(tensors, module, &INPUT_SCALE_NAMES);
+        let zero_points = ZeroPoints::Constant(0.0);
+        let weight = QuantisedTensor { numbers, block, scales, zero_points, group_index: None, unused };
+        Ok(Some((name.into(), weight)))
     }
+}
+
+/// Two positive numbers, rows and columns of a block.
+///
+/// # Errors
+/// If the value is something else.
+pub(crate) fn read_block(fields: &Fields, key: &str) -> Result<Option<[usize; 2]>, CheckpointError> {
+    match fields.integers(key)?.as_deref() {
+        None => Ok(None),
+        Some(&[rows, columns]) if rows > 0 && columns > 0 => Ok(Some([rows as usize, columns as usize])),
+        Some(found) => {
+            Err(fields
+                .error(key, format!("expected two positive numbers, rows and columns, found {found:?}")))
+        }
+    }
+}
+
+/// Names of the tensors of a module that are there, of those with these endings.
+pub(crate) fn present(tensors: &Tensors, module: &str, endings: &[&str]) -> Vec<String> {
+    let names = endings.iter().map(|ending| format!("{module}{ending}"));
+    names.filter(|name| tensors.get(name).is_some()).collect()
 }

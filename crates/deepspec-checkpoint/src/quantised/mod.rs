@@ -7,6 +7,7 @@
 //! The lists of modules that stay plain (`ignore`, `modules_to_not_convert`) need no reading: the tensors of such modules are
 //! plain ones. Schemes of activations change no weight, and are not simulated.
 
+mod compressed_tensors;
 mod float8;
 mod fp8;
 mod matrix;
@@ -18,6 +19,7 @@ use serde_json::{Map, Value};
 
 use crate::fields::read_object;
 use crate::{CheckpointError, Fields, Tensors};
+use compressed_tensors::CompressedTensors;
 use fp8::Fp8;
 pub(crate) use tensor::QuantisedTensor;
 
@@ -34,6 +36,8 @@ const TARGET_REMEDY: &str = "use the same model in bfloat16, or let a server com
 pub(crate) enum QuantisedWeights {
     /// `quant_method: fp8`.
     Fp8(Fp8),
+    /// `quant_method: compressed-tensors`.
+    CompressedTensors(CompressedTensors),
 }
 
 impl QuantisedWeights {
@@ -69,6 +73,7 @@ impl QuantisedWeights {
         }
         match method(fields.map) {
             Some((_, "fp8")) => Fp8::read(fields).map(Self::Fp8),
+            Some((_, "compressed-tensors")) => CompressedTensors::read(fields).map(Self::CompressedTensors),
             Some((key, other)) => {
                 Err(fields.error(key, format!("\"{other}\" is not read; {READ_METHODS}; {TARGET_REMEDY}")))
             }
@@ -87,13 +92,14 @@ impl QuantisedWeights {
         name: &str,
     ) -> Result<Option<(String, QuantisedTensor)>, CheckpointError> {
         match self {
-            Self::Fp8(fp8) => fp8.find(tensors, name),
+            Self::Fp8(scheme) => scheme.find(tensors, name),
+            Self::CompressedTensors(scheme) => scheme.find(tensors, name),
         }
     }
 }
 
 /// The methods that are read, for messages.
-const READ_METHODS: &str = "fp8 is";
+const READ_METHODS: &str = "fp8 and compressed-tensors are";
 
 /// The key that names the method of a scheme, and the method.
 fn method(scheme: &Map<String, Value>) -> Option<(&'static str, &str)> {

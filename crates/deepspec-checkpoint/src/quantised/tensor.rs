@@ -10,8 +10,8 @@ use crate::{CheckpointError, TensorMetadata, Tensors};
 /// Minimum number of rows that a thread expands.
 const ROWS_PER_TASK: usize = 32;
 
-/// A weight `[rows, columns]` that is stored as numbers q with scales s: its values are `q·s`. A block of rows and
-/// columns shares a scale.
+/// A weight `[rows, columns]` that is stored as numbers q with scales s and zero points z: its values are `(q - z)·s`. A
+/// block of rows and columns shares a scale and a zero point.
 #[derive(Debug)]
 pub(crate) struct QuantisedTensor {
     /// q, in the shape of the weight.
@@ -20,15 +20,32 @@ pub(crate) struct QuantisedTensor {
     pub block: [usize; 2],
     /// s, a row per block of rows and a column per block of columns.
     pub scales: StoredMatrix,
-    /// Other tensors of the module, which quantise its inputs and do not change its weight.
+    /// z.
+    pub zero_points: ZeroPoints,
+    /// The block of each column, `[columns]` in int32; None if they are in order.
+    pub group_index: Option<StoredMatrix>,
+    /// Other tensors of the module. They quantise its inputs or repeat its shape.
     pub unused: Vec<String>,
+}
+
+/// Zero points of a weight.
+#[derive(Debug)]
+pub(crate) enum ZeroPoints {
+    /// One for all.
+    Constant(f32),
+    /// One for each scale.
+    Stored(StoredMatrix),
 }
 
 impl QuantisedTensor {
     /// Names of the stored tensors.
     pub fn parts(&self) -> impl Iterator<Item = &str> {
-        let matrices = [&self.numbers, &self.scales].into_iter().map(|matrix| matrix.name.as_str());
-        matrices.chain(self.unused.iter().map(String::as_str))
+        let zero_points = match &self.zero_points {
+            ZeroPoints::Stored(matrix) => Some(matrix),
+            ZeroPoints::Constant(_) => None,
+        };
+        let matrices = [&self.numbers, &self.scales].into_iter().chain(zero_points).chain(&self.group_index);
+        matrices.map(|matrix| &matrix.name).chain(&self.unused).map(String::as_str)
     }
 
     /// Metadata of the weight in float32.
@@ -41,26 +58,59 @@ impl QuantisedTensor {
     /// The values, little-endian and row-major in float32, computed in float32.
     ///
     /// # Errors
-    /// If a file cannot be read.
+    /// If a file cannot be read, or a column belongs to no block.
     pub fn values(&self, tensors: &Tensors) -> Result<Vec<u8>, CheckpointError> {
         let scales = self.scales.read(tensors)?;
+        let zero_points = match &self.zero_points {
+            ZeroPoints::Constant(zero_point) => vec![*zero_point; scales.len()],
+            ZeroPoints::Stored(matrix) => matrix.read(tensors)?,
+        };
+        let blocks = Blocks { scales, zero_points, of_column: self.blocks_of_columns(tensors)? };
         let bytes = tensors.stored_bytes(&self.numbers.name)?;
         let columns = self.numbers.shape[1];
-        Ok(self.expand(&scales, |row, column| E4M3[usize::from(bytes[row * columns + column])]))
+        Ok(match (self.numbers.packing, self.numbers.dtype) {
+            (Some(packing), _) => self.expand(&blocks, packing.reader(self.numbers.shape, &bytes)),
+            (None, Dtype::I8) => {
+                self.expand(&blocks, |row, column| f32::from(bytes[row * columns + column].cast_signed()))
+            }
+            (None, _) => self.expand(&blocks, |row, column| E4M3[usize::from(bytes[row * columns + column])]),
+        })
     }
 
-    /// The values of numbers and scales.
-    fn expand(&self, scales: &[f32], number: impl Fn(usize, usize) -> f32 + Sync) -> Vec<u8> {
-        let (blocks, columns) = (self.scales.shape[1], self.numbers.shape[1]);
-        let block_of: Vec<usize> = (0..columns).map(|column| column / self.block[1]).collect();
+    /// The block of each column.
+    fn blocks_of_columns(&self, tensors: &Tensors) -> Result<Vec<usize>, CheckpointError> {
+        let (columns, blocks) = (self.numbers.shape[1], self.scales.shape[1]);
+        let Some(index) = &self.group_index else {
+            return Ok((0..columns).map(|column| column / self.block[1]).collect());
+        };
+        let bytes = tensors.stored_bytes(&index.name)?;
+        let words = bytes.as_chunks::<4>().0.iter().map(|&word| i32::from_le_bytes(word));
+        let read = |block: i32| usize::try_from(block).ok().filter(|block| *block < blocks).ok_or(block);
+        words.map(read).collect::<Result<_, i32>>().map_err(|block| {
+            tensors.error(&index.name, format!("it has the group {block}; the weight has {blocks} groups"))
+        })
+    }
+
+    fn expand(&self, blocks: &Blocks, number: impl Fn(usize, usize) -> f32 + Sync) -> Vec<u8> {
+        let width = self.scales.shape[1];
         let mut values = vec![0; self.metadata().bytes];
-        let rows = values.par_chunks_mut((columns * size_of::<f32>()).max(1));
+        let rows = values.par_chunks_mut((self.numbers.shape[1] * size_of::<f32>()).max(1));
         rows.with_min_len(ROWS_PER_TASK).enumerate().for_each(|(row, values)| {
-            let scales = &scales[row / self.block[0] * blocks..][..blocks];
-            for (column, value) in values.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-                *value = (number(row, column) * scales[block_of[column]]).to_le_bytes();
+            let first = row / self.block[0] * width;
+            let scales = &blocks.scales[first..first + width];
+            let zero_points = &blocks.zero_points[first..first + width];
+            let places = values.as_chunks_mut::<4>().0.iter_mut().zip(&blocks.of_column);
+            for (column, (value, &block)) in places.enumerate() {
+                *value = ((number(row, column) - zero_points[block]) * scales[block]).to_le_bytes();
             }
         });
         values
     }
+}
+
+/// Scales and zero points of blocks, row by row, and the block within its row of each column.
+struct Blocks {
+    scales: Vec<f32>,
+    zero_points: Vec<f32>,
+    of_column: Vec<usize>,
 }
