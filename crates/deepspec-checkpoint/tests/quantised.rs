@@ -165,6 +165,62 @@ fn settings_of_compressed_tensors_that_are_not_read() {
     check(&scheme, &[], &["`quantization_config.config_groups.group_1.targets`", "(?!x)"]);
 }
 
+#[test]
+fn gptq_and_awq_weights_without_the_tensors_that_fit() {
+    let gptq = json!({"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": false});
+    let all: [Stored; 3] = [
+        ("x.qweight", Dtype::I32, &[3, 40]),
+        ("x.qzeros", Dtype::I32, &[3, 5]),
+        ("x.scales", Dtype::F16, &[3, 40]),
+    ];
+    let with = |place: usize, tensor: Stored<'static>| {
+        let mut changed = all.to_vec();
+        changed[place] = tensor;
+        changed
+    };
+    check(&gptq, &[all[0], all[1]], &["`x.scales`", "missing"]);
+    check(&gptq, &[all[0], all[2]], &["`x.qzeros`", "missing"]);
+    check(&gptq, &with(0, ("x.qweight", Dtype::I32, &[4, 40])), &["`x.scales`", "[3, 40]", "[4, 40]"]);
+    check(&gptq, &with(0, ("x.qweight", Dtype::I16, &[3, 40])), &["`x.qweight`", "I16", "int32"]);
+    check(&gptq, &with(0, ("x.qweight", Dtype::I32, &[0, 40])), &["`x.qweight`", "[0, 40]"]);
+    check(&gptq, &with(1, ("x.qzeros", Dtype::I32, &[3, 40])), &["`x.qzeros`", "[3, 40]", "[3, 5]"]);
+    check(&gptq, &with(2, ("x.scales", Dtype::F16, &[40, 3])), &["`x.scales`", "[40, 3]", "[3, 40]"]);
+    let ordered = [&all[..], &[("x.g_idx", Dtype::I32, &[24])]].concat();
+    check(&gptq, &ordered, &["`x.g_idx`", "the group 16843009", "3 groups"]);
+    let edited = |scheme: &Value, key: &str, value: Value| {
+        let mut scheme = scheme.clone();
+        scheme[key] = value;
+        scheme
+    };
+    check(&edited(&gptq, "desc_act", json!(true)), &all, &["`x.g_idx`", "missing"]);
+    check(&edited(&gptq, "group_size", json!(16)), &all, &["`x.qweight`", "`group_size` 16", "24 inputs"]);
+    let awq = json!({"quant_method": "awq", "bits": 4, "group_size": 8, "version": "GEMM"});
+    check(&awq, &all, &["`x.qweight`", "`group_size` 8", "3 inputs"]);
+    for (scheme, key, value) in [
+        (&gptq, "bits", json!(3)),
+        (&gptq, "group_size", json!(0)),
+        (&gptq, "checkpoint_format", json!("marlin")),
+        (&gptq, "pack_dtype", json!("int16")),
+        (&gptq, "is_marlin_format", json!(true)),
+        (&gptq, "dynamic", json!({"+:.*down.*": {"bits": 8}})),
+        (&gptq, "adapter", json!({"name": "lora"})),
+        (&awq, "bits", json!(8)),
+        (&awq, "version", json!("gemv_fast")),
+        (&awq, "backend", json!("llm-awq")),
+    ] {
+        let named = format!("`quantization_config.{key}`");
+        check(&edited(scheme, key, value), &all, &["config.json", &named]);
+    }
+    // AutoGPTQ's own file, which says no method.
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), &Value::Null, &all);
+    fs::write(dir.path().join("quantize_config.json"), r#"{"bits": 4, "group_size": 8}"#).unwrap();
+    assert_eq!(Tensors::open_target(dir.path()).unwrap().get("x.weight").unwrap().shape, [40, 24]);
+    fs::write(dir.path().join("quantize_config.json"), r#"{"bits": 3, "group_size": 8}"#).unwrap();
+    let told = Tensors::open_target(dir.path()).map(drop).unwrap_err().to_string();
+    assert!(told.contains("quantize_config.json: `bits`"), "{told}");
+}
+
 /// A target that runs elsewhere may have layers that are not read.
 #[test]
 fn layers_of_any_format_leave_the_outer_tensors_readable() {

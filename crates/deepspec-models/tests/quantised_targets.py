@@ -3,8 +3,8 @@
 usage: quantised_targets.py PLAIN OUT SCHEME...
 
 PLAIN is the folder of a float32 model. OUT/SCHEME/quantised becomes the folder of the quantised one, and
-OUT/SCHEME/expected that of a float32 model with the weights which compressed-tensors or transformers compute from the
-former.
+OUT/SCHEME/expected that of a float32 model with the weights which compressed-tensors, transformers or AutoRound
+compute from the former.
 """
 
 import json
@@ -172,7 +172,102 @@ SEVERAL_GROUPS = (
     (["model.layers.1.mlp.up_proj", "re:.*down_proj$"], *int8("channel")[1:]),
 )
 
+def integers(weight, bits, group_size):
+    """Scales and zero points per group of columns, and the integers of a weight."""
+    groups = weight.view(weight.shape[0], -1, group_size)
+    least, greatest = groups.amin(-1), groups.amax(-1)
+    scales = ((greatest - least) / (2**bits - 1)).half()
+    zero_points = (-least / scales).round().int().clamp(0, 2**bits - 1)
+    spread = [each.repeat_interleave(group_size, 1) for each in (scales, zero_points)]
+    return scales, zero_points, ((weight / spread[0]).round().int() + spread[1]).clamp(0, 2**bits - 1)
+
+
+def awq(config, weights, group_size):
+    """`quant_method: awq`, unpacked by compressed-tensors."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
+
+    def pack(numbers):
+        words = torch.zeros(numbers.shape[0], numbers.shape[1] // 8, dtype=torch.int64)
+        for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            words |= numbers[:, column::8].long() << 4 * place
+        return (words & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
+
+    stored, expected = {}, {}
+    for module, weight in weights.items():
+        size = weight.shape[1] if group_size == -1 else group_size
+        scales, zero_points, numbers = integers(weight, 4, size)
+        stored[f"{module}.qweight"], stored[f"{module}.scales"] = pack(numbers.T), scales.T
+        stored[f"{module}.qzeros"] = pack(zero_points.T)
+        converter = AutoAWQConverter(group_size=size, ignore=())
+        own = {name: tensor for name, tensor in stored.items() if name.startswith(f"{module}.")}
+        state = {name.rpartition(".")[2]: tensor for name, tensor in converter.process(own).items()}
+        state["weight_scale"] = state["weight_scale"].float()
+        scheme = converter._build_quant_config().config_groups["config_group_0"]
+        value = BaseCompressor.get_value_from_registry("pack-quantized").decompress(state, scheme)["weight"]
+        assert (value - weight).abs().max() < scales.max()
+        expected[f"{module}.weight"] = value
+    config["quantization_config"] = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group_size,
+        "version": "gemm",
+        "zero_point": True,
+        "modules_to_not_convert": None,
+    }
+    return stored, expected
+
+
+def gptq(config, weights, *, bits, group_size, form="gptq", ordered=False):
+    """`quant_method: gptq`, packed and unpacked by AutoRound. `ordered` then shuffles the columns."""
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+    from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
+
+    layer_class = {"gptq": qlinear_torch_zp, "gptq_v2": qlinear_torch}[form].QuantLinear
+    random = torch.Generator().manual_seed(5)
+    stored, expected = {}, {}
+    for module, weight in weights.items():
+        rows, columns = weight.shape
+        layer = layer_class(bits, group_size, columns, rows, bias=False)
+        layer.device = "cpu"  # `pack` of one of the classes asks for it.
+        linear = torch.nn.Linear(columns, rows, bias=False)
+        linear.weight.data = weight
+        scales, zero_points, _ = integers(weight, bits, layer.group_size)
+        layer.pack(linear, scales.float(), zero_points.float(), device="cpu")
+        if module.endswith("v_proj"):
+            layer.qzeros.random_(-(2**31), 2**31 - 1, generator=random)
+        state = layer.state_dict()
+        layer.scales = layer.scales.float()
+        value = layer(torch.eye(columns)).T
+        if ordered:
+            order = torch.randperm(columns, generator=random)
+            numbers = unpack_from_int32(state["qweight"], bits, (columns, rows), packed_dim=0)
+            state["qweight"] = pack_to_int32(numbers[order], bits, packed_dim=0)
+            state["g_idx"], value = (order // layer.group_size).int(), value[:, order]
+        stored |= {f"{module}.{name}": tensor for name, tensor in state.items()}
+        expected[f"{module}.weight"] = value
+    config["quantization_config"] = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "desc_act": ordered,
+        "sym": False,
+        "checkpoint_format": form,
+        "dynamic": {"-:lm_head": {}},
+    }
+    return stored, expected
+
+
 SCHEMES = {
+    "awq": lambda *model: awq(*model, 16),
+    "awq rows": lambda *model: awq(*model, -1),
+    "gptq int4": lambda *model: gptq(*model, bits=4, group_size=16),
+    "gptq int4 rows": lambda *model: gptq(*model, bits=4, group_size=-1),
+    "gptq int4 in order": lambda *model: gptq(*model, bits=4, group_size=8, ordered=True),
+    "gptq int8": lambda *model: gptq(*model, bits=8, group_size=16),
+    "gptq int8 in order": lambda *model: gptq(*model, bits=8, group_size=8, ordered=True),
+    "gptq_v2 int4": lambda *model: gptq(*model, bits=4, group_size=16, form="gptq_v2"),
+    "gptq_v2 int8 in order": lambda *model: gptq(*model, bits=8, group_size=8, form="gptq_v2", ordered=True),
     "compressed float8 tensors": lambda *model: compressed(*model, compressed_float8("tensor")),
     "compressed float8 channels": lambda *model: compressed(*model, compressed_float8("channel")),
     "compressed float8 blocks": lambda *model: compressed(*model, compressed_float8("block", block_structure=[16, 8])),
@@ -210,7 +305,7 @@ SCHEMES = {
     "fp8 rows": fp8_rows,
 }
 # Schemes that quantise the head, too.
-WITH_HEAD = ("fp8 rows", "packed int8 groups, asymmetric")
+WITH_HEAD = ("fp8 rows", "packed int8 groups, asymmetric", "awq")
 
 
 def write(scheme, plain, out):

@@ -1,7 +1,7 @@
 //! Quantised targets compute as the plain model whose weights another package de-quantises from the same tensors.
 //! Weights and logits are equal to the last bit.
 //!
-//! Runs only if `DEEPSPEC_SPECULATORS_PYTHON` names a Python with compressed-tensors and transformers.
+//! Runs only if `DEEPSPEC_SPECULATORS_PYTHON` names a Python with compressed-tensors, transformers and AutoRound.
 
 mod common;
 
@@ -25,7 +25,9 @@ fn logits(dir: &Path, kind: Kind) -> Tensor {
 
 /// Quantises the model in `plain` by each scheme, and compares its weights and logits with the peer's.
 fn check(plain: &Path, schemes: &[&str]) {
-    let Some(python) = skip::speculators_python("compressed-tensors and transformers") else { return };
+    let Some(python) = skip::speculators_python("compressed-tensors, transformers and AutoRound") else {
+        return;
+    };
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/quantised_targets.py");
     let out = tempfile::tempdir().unwrap();
     let run = Command::new(&python)
@@ -98,10 +100,33 @@ fn compressed_weights_are_those_of_compressed_tensors() {
     );
 }
 
+#[test]
+fn packed_and_transposed_weights_are_those_of_compressed_tensors_and_auto_round() {
+    let plain = tempfile::tempdir().unwrap();
+    tiny::qwen3(plain.path(), 40);
+    check(
+        plain.path(),
+        &[
+            "awq",
+            "awq rows",
+            "gptq int4",
+            "gptq int4 rows",
+            "gptq int4 in order",
+            "gptq int8",
+            "gptq int8 in order",
+            "gptq_v2 int4",
+            "gptq_v2 int8 in order",
+        ],
+    );
+}
+
 /// Phi-4 stores three projections as one tensor, and two others as another.
 #[test]
 fn fused_weights_are_read_in_parts() {
     let plain = tempfile::tempdir().unwrap();
     tiny::target(plain.path(), "phi3");
-    check(plain.path(), &["fp8 blocks", "fp8 uneven blocks", "packed int4 groups, asymmetric"]);
+    check(
+        plain.path(),
+        &["fp8 blocks", "fp8 uneven blocks", "packed int4 groups, asymmetric", "awq", "gptq int4 in order"],
+    );
 }

@@ -210,10 +210,10 @@ impl Group {
         name: &str,
         module: &str,
     ) -> Result<QuantisedTensor, CheckpointError> {
+        let packing = |axis| Packing { bits: self.bits, axis, is_interleaved: false };
         let numbers = if self.is_packed {
             let shape = read_shape(tensors, &format!("{module}.weight_shape"))?;
-            let packing = Packing { bits: self.bits, axis: Axis::Columns };
-            StoredMatrix::packed(tensors, name.into(), shape, packing)?
+            StoredMatrix::packed(tensors, name.into(), shape, packing(Axis::Columns))?
         } else {
             let dtype = if self.is_float { Dtype::F8_E4M3 } else { Dtype::I8 };
             StoredMatrix::new(tensors, name.into(), matrix_shape(tensors, name)?, &[dtype])?
@@ -234,13 +234,15 @@ impl Group {
         // Packed numbers and zero points are stored without a sign.
         let middle = if self.is_packed { (1 << (self.bits - 1)) as f32 } else { 0.0 };
         let zero_points = format!("{module}.weight_zero_point");
-        let zero_points = match (self.has_zero_points, self.is_packed) {
-            (false, _) => ZeroPoints::Constant(middle),
-            (true, true) => {
-                let packing = Packing { bits: self.bits, axis: Axis::Rows };
-                ZeroPoints::Stored(StoredMatrix::packed(tensors, zero_points, grid, packing)?)
-            }
-            (true, false) => ZeroPoints::Stored(StoredMatrix::new(tensors, zero_points, grid, &[Dtype::I8])?),
+        let zero_points = if !self.has_zero_points {
+            ZeroPoints::Constant(middle)
+        } else {
+            let matrix = if self.is_packed {
+                StoredMatrix::packed(tensors, zero_points, grid, packing(Axis::Rows))?
+            } else {
+                StoredMatrix::new(tensors, zero_points, grid, &[Dtype::I8])?
+            };
+            ZeroPoints::Stored { matrix, added: 0.0 }
         };
         let group_index = format!("{module}.weight_g_idx");
         let group_index = (self.is_ordered || tensors.get(&group_index).is_some()).then_some(group_index);

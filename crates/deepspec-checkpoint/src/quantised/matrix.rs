@@ -20,8 +20,10 @@ pub(crate) struct StoredMatrix {
     pub dtype: Dtype,
     /// Rows and columns.
     pub shape: [usize; 2],
+    /// Whether the tensor is that of the transposed matrix.
+    is_transposed: bool,
     /// How numbers are packed into int32 words; None for a tensor of the matrix's own shape.
-    pub packing: Option<Packing>,
+    packing: Option<Packing>,
 }
 
 /// How unsigned numbers of a few bits are packed into int32 words, from the lowest bits on.
@@ -31,6 +33,8 @@ pub(crate) struct Packing {
     pub bits: u32,
     /// The numbers of a word follow each other along this dimension.
     pub axis: Axis,
+    /// Whether the numbers of a word alternate between its lower and its upper half, in AWQ's order.
+    pub is_interleaved: bool,
 }
 
 /// A dimension of a matrix.
@@ -54,7 +58,7 @@ impl StoredMatrix {
         dtypes: &[Dtype],
     ) -> Result<Self, CheckpointError> {
         let dtype = check(tensors, &name, shape, dtypes)?;
-        Ok(Self { name, dtype, shape, packing: None })
+        Ok(Self { name, dtype, shape, is_transposed: false, packing: None })
     }
 
     /// A matrix of a given shape whose numbers are packed.
@@ -68,7 +72,13 @@ impl StoredMatrix {
         packing: Packing,
     ) -> Result<Self, CheckpointError> {
         let dtype = check(tensors, &name, packing.words(shape), &[Dtype::I32])?;
-        Ok(Self { name, dtype, shape, packing: Some(packing) })
+        Ok(Self { name, dtype, shape, is_transposed: false, packing: Some(packing) })
+    }
+
+    /// The transposed matrix, which is stored as the same tensor.
+    pub fn transposed(self) -> Self {
+        let [rows, columns] = self.shape;
+        Self { shape: [columns, rows], is_transposed: !self.is_transposed, ..self }
     }
 
     /// The numbers in row-major order.
@@ -77,14 +87,39 @@ impl StoredMatrix {
     /// If the file cannot be read.
     pub fn read(&self, tensors: &Tensors) -> Result<Vec<f32>, CheckpointError> {
         let bytes = tensors.stored_bytes(&self.name)?;
-        if let Some(packing) = self.packing {
-            let (number, [rows, columns]) = (packing.reader(self.shape, &bytes), self.shape);
-            return Ok((0..rows * columns).map(|place| number(place / columns, place % columns)).collect());
+        let [rows, columns] = self.shape;
+        let places = (0..rows * columns).map(|place| (place / columns, place % columns));
+        if let Some(number) = self.packed_reader(&bytes) {
+            return Ok(places.map(|(row, column)| number(row, column)).collect());
         }
-        Ok(match self.dtype {
+        let stored = match self.dtype {
             Dtype::I8 => bytes.iter().map(|byte| f32::from(byte.cast_signed())).collect(),
             Dtype::F8_E8M0 => bytes.iter().map(|&byte| e8m0(byte)).collect(),
             float => to_float32(&bytes, float).unwrap_or_default(),
+        };
+        Ok(if self.is_transposed {
+            places.map(|(row, column)| stored[column * rows + row]).collect()
+        } else {
+            stored
+        })
+    }
+
+    /// Reads the number at a row and a column from the bytes of the tensor. None if they are not packed.
+    pub fn packed_reader(&self, bytes: &[u8]) -> Option<impl Fn(usize, usize) -> f32 + Sync> {
+        let Packing { bits, axis, is_interleaved } = self.packing?;
+        let words = bytes.as_chunks::<4>().0;
+        let stored = if self.is_transposed { [self.shape[1], self.shape[0]] } else { self.shape };
+        let [_, width] = self.packing?.words(stored);
+        let log2 = (WORD_BITS / bits).ilog2();
+        let lanes = 1_usize << log2;
+        Some(move |row: usize, column: usize| {
+            let (row, column) = if self.is_transposed { (column, row) } else { (row, column) };
+            let (word, lane) = match axis {
+                Axis::Rows => ((row >> log2) * width + column, row % lanes),
+                Axis::Columns => (row * width + (column >> log2), column % lanes),
+            };
+            let place = if is_interleaved { lane / 2 + lane % 2 * (lanes / 2) } else { lane };
+            (u32::from_le_bytes(words[word]) >> (bits * place as u32) & ((1 << bits) - 1)) as f32
         })
     }
 }
@@ -96,20 +131,6 @@ impl Packing {
         match self.axis {
             Axis::Rows => [rows.div_ceil(per_word), columns],
             Axis::Columns => [rows, columns.div_ceil(per_word)],
-        }
-    }
-
-    /// Reads the number at a row and a column from the bytes of a matrix of the given shape.
-    pub fn reader(self, shape: [usize; 2], bytes: &[u8]) -> impl Fn(usize, usize) -> f32 + Sync {
-        let words = bytes.as_chunks::<4>().0;
-        let [_, width] = self.words(shape);
-        let log2 = (WORD_BITS / self.bits).ilog2();
-        let (row_log2, column_log2) = if self.axis == Axis::Rows { (log2, 0) } else { (0, log2) };
-        let lane = (1 << log2) - 1;
-        move |row, column| {
-            let word = u32::from_le_bytes(words[(row >> row_log2) * width + (column >> column_log2)]);
-            let place = if row_log2 > 0 { row } else { column } & lane;
-            (word >> (self.bits * place as u32) & ((1 << self.bits) - 1)) as f32
         }
     }
 }

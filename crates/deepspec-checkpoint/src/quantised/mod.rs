@@ -10,6 +10,7 @@
 mod compressed_tensors;
 mod float8;
 mod fp8;
+mod gptq;
 mod matrix;
 mod tensor;
 
@@ -21,6 +22,7 @@ use crate::fields::read_object;
 use crate::{CheckpointError, Fields, Tensors};
 use compressed_tensors::CompressedTensors;
 use fp8::Fp8;
+use gptq::Gptq;
 pub(crate) use tensor::QuantisedTensor;
 
 /// Keys of a config that hold the scheme.
@@ -38,6 +40,8 @@ pub(crate) enum QuantisedWeights {
     Fp8(Fp8),
     /// `quant_method: compressed-tensors`.
     CompressedTensors(CompressedTensors),
+    /// `quant_method: gptq` or `awq`.
+    Gptq(Gptq),
 }
 
 impl QuantisedWeights {
@@ -57,13 +61,16 @@ impl QuantisedWeights {
                 }
             }
         }
-        match OTHER_FILES.into_iter().find(|name| dir.join(name).is_file()) {
-            None => Ok(None),
-            Some(name) => {
-                let problem = format!("the weights are quantised, which is not read; {TARGET_REMEDY}");
-                Err(CheckpointError::NotADrafter { path: dir.join(name), problem })
-            }
+        let [of_gptq, of_modelopt] = OTHER_FILES.map(|name| dir.join(name));
+        if of_gptq.is_file() {
+            let map = read_object(&of_gptq)?;
+            return Gptq::read_gptq(&Fields::new(&of_gptq, &map)).map(|scheme| Some(Self::Gptq(scheme)));
         }
+        if of_modelopt.is_file() {
+            let problem = format!("weights of ModelOpt are not read; {TARGET_REMEDY}");
+            return Err(CheckpointError::NotADrafter { path: of_modelopt, problem });
+        }
+        Ok(None)
     }
 
     fn parse(fields: &Fields) -> Result<Self, CheckpointError> {
@@ -74,6 +81,8 @@ impl QuantisedWeights {
         match method(fields.map) {
             Some((_, "fp8")) => Fp8::read(fields).map(Self::Fp8),
             Some((_, "compressed-tensors")) => CompressedTensors::read(fields).map(Self::CompressedTensors),
+            Some((_, "gptq")) => Gptq::read_gptq(fields).map(Self::Gptq),
+            Some((_, "awq")) => Gptq::read_awq(fields).map(Self::Gptq),
             Some((key, other)) => {
                 Err(fields.error(key, format!("\"{other}\" is not read; {READ_METHODS}; {TARGET_REMEDY}")))
             }
@@ -94,12 +103,13 @@ impl QuantisedWeights {
         match self {
             Self::Fp8(scheme) => scheme.find(tensors, name),
             Self::CompressedTensors(scheme) => scheme.find(tensors, name),
+            Self::Gptq(scheme) => scheme.find(tensors, name),
         }
     }
 }
 
 /// The methods that are read, for messages.
-const READ_METHODS: &str = "fp8 and compressed-tensors are";
+const READ_METHODS: &str = "fp8, compressed-tensors, gptq and awq are";
 
 /// The key that names the method of a scheme, and the method.
 fn method(scheme: &Map<String, Value>) -> Option<(&'static str, &str)> {

@@ -34,14 +34,19 @@ pub(crate) enum ZeroPoints {
     /// One for all.
     Constant(f32),
     /// One for each scale.
-    Stored(StoredMatrix),
+    Stored {
+        /// The stored numbers.
+        matrix: StoredMatrix,
+        /// What the zero points are more than those. As in vLLM, the sum may have a bit more than a number.
+        added: f32,
+    },
 }
 
 impl QuantisedTensor {
     /// Names of the stored tensors.
     pub fn parts(&self) -> impl Iterator<Item = &str> {
         let zero_points = match &self.zero_points {
-            ZeroPoints::Stored(matrix) => Some(matrix),
+            ZeroPoints::Stored { matrix, .. } => Some(matrix),
             ZeroPoints::Constant(_) => None,
         };
         let matrices = [&self.numbers, &self.scales].into_iter().chain(zero_points).chain(&self.group_index);
@@ -63,17 +68,20 @@ impl QuantisedTensor {
         let scales = self.scales.read(tensors)?;
         let zero_points = match &self.zero_points {
             ZeroPoints::Constant(zero_point) => vec![*zero_point; scales.len()],
-            ZeroPoints::Stored(matrix) => matrix.read(tensors)?,
+            ZeroPoints::Stored { matrix, added } => {
+                matrix.read(tensors)?.into_iter().map(|number| number + added).collect()
+            }
         };
         let blocks = Blocks { scales, zero_points, of_column: self.blocks_of_columns(tensors)? };
         let bytes = tensors.stored_bytes(&self.numbers.name)?;
         let columns = self.numbers.shape[1];
-        Ok(match (self.numbers.packing, self.numbers.dtype) {
-            (Some(packing), _) => self.expand(&blocks, packing.reader(self.numbers.shape, &bytes)),
-            (None, Dtype::I8) => {
-                self.expand(&blocks, |row, column| f32::from(bytes[row * columns + column].cast_signed()))
-            }
-            (None, _) => self.expand(&blocks, |row, column| E4M3[usize::from(bytes[row * columns + column])]),
+        if let Some(number) = self.numbers.packed_reader(&bytes) {
+            return Ok(self.expand(&blocks, number));
+        }
+        let byte = |row: usize, column: usize| bytes[row * columns + column];
+        Ok(match self.numbers.dtype {
+            Dtype::I8 => self.expand(&blocks, |row, column| f32::from(byte(row, column).cast_signed())),
+            _ => self.expand(&blocks, |row, column| E4M3[usize::from(byte(row, column))]),
         })
     }
 
