@@ -155,10 +155,10 @@ fn types_that_are_not_read_are_named_with_those_that_are() {
     // After the name come the number of dimensions, two dimensions, and the type.
     let place = name + tensor.len() + 4 + 2 * 8;
     for (id, kind) in [
-        (10u32, "Q2_K"),
-        (11, "Q3_K"),
+        (15u32, "Q8_K"),
         (16, "IQ2_XXS"),
-        (23, "IQ4_XS"),
+        (19, "IQ1_S"),
+        (21, "IQ3_S"),
         (24, "I8"),
         (35, "TQ2_0"),
         (39, "MXFP4"),

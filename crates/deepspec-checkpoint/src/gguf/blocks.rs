@@ -42,7 +42,7 @@ const fn quantised_type(
     BlockType { name, id, values, bytes, expand: Some(expand) }
 }
 
-static BLOCK_TYPES: [BlockType; 11] = [
+static BLOCK_TYPES: [BlockType; 15] = [
     plain_type("F32", 0, 4),
     plain_type("F16", 1, 2),
     plain_type("BF16", 30, 2),
@@ -51,25 +51,25 @@ static BLOCK_TYPES: [BlockType; 11] = [
     quantised_type("Q5_0", 6, 32, 22, q5_0),
     quantised_type("Q5_1", 7, 32, 24, q5_1),
     quantised_type("Q8_0", 8, 32, 34, q8_0),
+    quantised_type("Q2_K", 10, 256, 84, q2_k),
+    quantised_type("Q3_K", 11, 256, 110, q3_k),
     quantised_type("Q4_K", 12, 256, 144, q4_k),
     quantised_type("Q5_K", 13, 256, 176, q5_k),
     quantised_type("Q6_K", 14, 256, 210, q6_k),
+    quantised_type("IQ4_NL", 20, 32, 18, iq4_nl),
+    quantised_type("IQ4_XS", 23, 256, 136, iq4_xs),
 ];
 
 /// Ids of ggml types that are not supported.
-const UNSUPPORTED_TYPES: [(u32, &str); 21] = [
+const UNSUPPORTED_TYPES: [(u32, &str); 17] = [
     (9, "Q8_1"),
-    (10, "Q2_K"),
-    (11, "Q3_K"),
     (15, "Q8_K"),
     (16, "IQ2_XXS"),
     (17, "IQ2_XS"),
     (18, "IQ3_XXS"),
     (19, "IQ1_S"),
-    (20, "IQ4_NL"),
     (21, "IQ3_S"),
     (22, "IQ2_S"),
-    (23, "IQ4_XS"),
     (24, "I8"),
     (25, "I16"),
     (26, "I32"),
@@ -174,6 +174,57 @@ fn q8_0(block: &[u8], values: &mut [f32]) {
     let scale = read_f16(block, 0);
     for (value, &number) in values.iter_mut().zip(&block[2..]) {
         *value = scale * f32::from(number.cast_signed());
+    }
+}
+
+/// The lowest two bits of number `place` of 256. In each half of the block, four runs of 32 numbers share 32 bytes.
+fn two_bits(bytes: &[u8], place: usize) -> u8 {
+    bytes[place / 128 * 32 + place % 32] >> (place % 128 / 32 * 2) & 3
+}
+
+fn q2_k(block: &[u8], values: &mut [f32]) {
+    let (scales, numbers) = (&block[..16], &block[16..80]);
+    let (scale, least) = (read_f16(block, 80), read_f16(block, 82));
+    for (place, value) in values.iter_mut().enumerate() {
+        let part = scales[place / 16];
+        let (factor, shift) = (scale * f32::from(part & 15), least * f32::from(part >> 4));
+        *value = factor * f32::from(two_bits(numbers, place)) - shift;
+    }
+}
+
+fn q3_k(block: &[u8], values: &mut [f32]) {
+    let (upper, numbers, scales, scale) =
+        (&block[..32], &block[32..96], &block[96..108], read_f16(block, 108));
+    for (place, value) in values.iter_mut().enumerate() {
+        // Sixteen scales of six bits: four bits in eight bytes, and two bits in four bytes.
+        let part = place / 16;
+        let low = scales[part % 8] >> (part / 8 * 4) & 15;
+        let high = scales[8 + part % 4] >> (part / 4 * 2) & 3;
+        let factor = scale * (f32::from(low | high << 4) - 32.0);
+        let shift = if upper[place % 32] >> (place / 32) & 1 == 1 { 0.0 } else { 4.0 };
+        *value = factor * (f32::from(two_bits(numbers, place)) - shift);
+    }
+}
+
+/// Numbers of the types with a table in place of even steps.
+const IQ4_VALUES: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+
+fn iq4_nl(block: &[u8], values: &mut [f32]) {
+    let scale = read_f16(block, 0);
+    for (place, number) in nibbles(&block[2..]) {
+        values[place] = scale * f32::from(IQ4_VALUES[usize::from(number)]);
+    }
+}
+
+fn iq4_xs(block: &[u8], values: &mut [f32]) {
+    let (scale, upper) = (read_f16(block, 0), u16::from_le_bytes([block[2], block[3]]));
+    for (part, values) in values.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        let low = block[4 + part / 2] >> (part % 2 * 4) & 15;
+        let high = (upper >> (2 * part) & 3) as u8;
+        let factor = scale * (f32::from(low | high << 4) - 32.0);
+        for (place, number) in nibbles(&block[8 + 16 * part..][..16]) {
+            values[place] = factor * f32::from(IQ4_VALUES[usize::from(number)]);
+        }
     }
 }
 

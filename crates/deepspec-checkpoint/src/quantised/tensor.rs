@@ -37,7 +37,7 @@ pub(crate) enum ZeroPoints {
     Stored {
         /// The stored numbers.
         matrix: StoredMatrix,
-        /// What the zero points are more than those. As in vLLM, the sum may have a bit more than a number.
+        /// What the zero points are more than those. As in AutoRound, the sum may be greater than any number.
         added: f32,
     },
 }
