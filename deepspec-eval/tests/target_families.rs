@@ -164,10 +164,19 @@ fn a_run_with_an_assistant_is_lossless_and_other_commands_refuse_it_by_name() {
     let (found, results) = run(Family::Gemma4, assistant, &drafted);
     assert_eq!(found, expected);
     assert_eq!((&results["drafter"]["block_size"], &results["drafter"]["taps"]), (&json!(7), &json!([1, 2])));
-    let doctor = ["checkpoint", "doctor", "--target", &path(Family::Gemma4, "target"), "--draft", assistant];
-    assert_refused(&deepspec_eval(&doctor), 2, &["an assistant of Gemma 4 is read beside its target"]);
+    let target = path(Family::Gemma4, "target");
+    let both = ["--target", &target, "--draft", assistant, "--device", "cpu"];
+    let traced = deepspec_eval(&[&["trace", "2 + 3?", "--max-new-tokens", "8"], &both[..]].concat());
+    let told = String::from_utf8_lossy(&traced.stdout);
+    assert!(traced.status.success() && told.contains("/7"), "{told}");
+    let doctor = deepspec_eval(&[&["checkpoint", "doctor"], &both[..]].concat());
+    assert_refused(&doctor, 2, &["an assistant of Gemma 4 is read beside its target by `run`"]);
     let inspect = ["checkpoint", "inspect", assistant];
-    assert_refused(&deepspec_eval(&inspect), 1, &["Gemma4UnifiedAssistantForCausalLM"]);
+    assert_refused(
+        &deepspec_eval(&inspect),
+        1,
+        &["an assistant of Gemma 4; `deepspec-eval run` evaluates it"],
+    );
 }
 
 /// The doctor's report with this mask token in the drafter's config.json.

@@ -55,8 +55,8 @@ pub trait Drafter: Proposer + Send {
     /// [`ModelError::Mismatch`] naming what differs.
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError>;
 
-    /// Sets the number of drafted tokens of Eagle3, P-EAGLE, MTP-1 and language models, up to the number that it was trained for. Block
-    /// drafters ignore it.
+    /// Sets the number of drafted tokens of Eagle3, P-EAGLE and MTP-1, up to the number that it was trained for, and of assistants and
+    /// language models. Block drafters ignore it.
     fn set_draft_len(&mut self, _tokens: usize) {}
 
     /// A probe for the doctor that shares the weights; None for a language model, which reads no hidden states.

@@ -193,6 +193,15 @@ fn check_attention(
 /// # Errors
 /// If it is no drafter of a known layout and kind, or a file or a key of it is broken.
 pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, CheckpointError> {
+    if let Ok((path, map)) = read_json(dir) {
+        let fields = Fields::new(&path, &map);
+        let known = find_kind_by_class(fields.architecture().ok().flatten());
+        if let Some(known) = known.filter(|known| !known.are_language_models && known.layouts.is_none()) {
+            let problem =
+                format!("{}; `deepspec-eval run` evaluates it, and it is not converted", known.description);
+            return Err(fields.error("architectures", problem));
+        }
+    }
     let kinds: Vec<_> =
         DRAFTER_KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref()?.layouts).collect();
     let families: Vec<_> =

@@ -5,7 +5,7 @@ use deepspec_engine::{DraftSampling, Sampling, VerifyRule};
 use serde_json::json;
 
 use crate::results::{
-    ContextRange, FiguresSource, Metrics, Results, Served, Settings, Timing, collapse_advice,
+    ContextRange, FiguresSource, Metrics, Results, Served, Settings, SuiteResult, Timing, collapse_advice,
 };
 use crate::table::{Table, factor, number, range, rate};
 
@@ -132,19 +132,23 @@ pub fn lengths_by_draft_rule(results: &Results) -> Option<([&'static str; 5], Ve
     Some((["suite", "τ probabilistic", "95 % interval", "τ greedy", "95 % interval"], rows.collect()))
 }
 
-/// Column names and rows of the accepted lengths by the length of the context; None if all contexts are of one range.
-pub fn lengths_by_context(results: &Results) -> Option<([&'static str; 4], Vec<Vec<String>>)> {
-    let row = |range: &ContextRange| {
+/// Column names and rows of the accepted lengths by the length of the context; None if each suite has one range of lengths.
+pub fn lengths_by_context(results: &Results) -> Option<([&'static str; 5], Vec<Vec<String>>)> {
+    let row = |suite: &str, range: &ContextRange| {
         let ContextRange { accepted_length, accepted_length_interval, cycles, .. } = range;
         vec![
+            suite.to_string(),
             range.name(),
             number(*accepted_length, 2),
             self::range(*accepted_length_interval),
             cycles.to_string(),
         ]
     };
-    let rows: Vec<_> = results.context_lengths.iter().map(row).collect();
-    (!rows.is_empty()).then_some((["tokens before a cycle", "τ", "95 % interval", "cycles"], rows))
+    let of_suite = |suite: &SuiteResult| -> Vec<_> {
+        suite.context_lengths.iter().map(|range| row(&suite.name, range)).collect()
+    };
+    let rows: Vec<_> = results.suites.iter().flat_map(of_suite).collect();
+    (!rows.is_empty()).then_some((["suite", "tokens before a cycle", "τ", "95 % interval", "cycles"], rows))
 }
 
 /// A sentence on how tokens were drafted and accepted, and one on which engines do so. None without a drafter. None for blocks at
@@ -224,7 +228,9 @@ pub fn notes(results: &Results) -> Vec<String> {
             .to_string(),
     ];
     notes.extend(draft_rule_note(results));
-    notes.extend(collapse_advice(&results.context_lengths));
+    notes.extend(
+        results.suites.iter().filter_map(|suite| collapse_advice(&suite.name, &suite.context_lengths)),
+    );
     let sum = |part: fn(&Timing) -> f64| results.suites.iter().map(|suite| part(&suite.timing)).sum::<f64>();
     let wall = sum(|timing| timing.wall_s);
     let share = |part| 100.0 * sum(part) / wall.max(f64::MIN_POSITIVE);

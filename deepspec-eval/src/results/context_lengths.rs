@@ -32,23 +32,26 @@ pub struct ContextRange {
 
 /// The cycles of an answer, and where they begin.
 pub struct AnswerCycles<'a> {
-    /// Key of the prompt, for the bootstrap.
-    pub prompt: String,
+    /// Id of the sample, for the bootstrap.
+    pub sample: &'a str,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
     /// Cycles of the answer.
     pub cycles: &'a [Cycle],
 }
 
-/// Accepted lengths by the length of the context, over all answers. Empty if all contexts are of one range.
-pub fn lengths_by_context<'a>(answers: impl IntoIterator<Item = AnswerCycles<'a>>) -> Vec<ContextRange> {
-    let mut ranges = BTreeMap::<usize, BTreeMap<String, PromptCounts>>::new();
-    for AnswerCycles { prompt, prompt_tokens, cycles } in answers {
+/// Accepted lengths of a suite by the length of the context. Empty if all contexts are of one range.
+pub fn lengths_by_context<'a>(
+    suite: &str,
+    answers: impl IntoIterator<Item = AnswerCycles<'a>>,
+) -> Vec<ContextRange> {
+    let mut ranges = BTreeMap::<usize, BTreeMap<&str, PromptCounts>>::new();
+    for AnswerCycles { sample, prompt_tokens, cycles } in answers {
         // The prefill computes the answer's first token.
         let mut tokens = prompt_tokens + 1;
         for cycle in cycles {
             let until = range_end(tokens);
-            let counts = ranges.entry(until).or_default().entry(prompt.clone()).or_default();
+            let counts = ranges.entry(until).or_default().entry(sample).or_default();
             counts.cycles += 1;
             counts.committed += u64::from(cycle.committed);
             tokens += cycle.committed as usize;
@@ -57,8 +60,9 @@ pub fn lengths_by_context<'a>(answers: impl IntoIterator<Item = AnswerCycles<'a>
     if ranges.len() < 2 {
         return vec![];
     }
-    let range = |(until, prompts): (usize, BTreeMap<String, PromptCounts>)| {
-        let length = Estimate::accepted_length("context", prompts.iter().map(|(key, &n)| (key.as_str(), n)));
+    let range = |(until, prompts): (usize, BTreeMap<&str, PromptCounts>)| {
+        let length =
+            Estimate::accepted_length(suite, prompts.iter().map(|(&sample, &counts)| (sample, counts)));
         ContextRange {
             from: if until == FIRST_RANGE_TOKENS { 0 } else { until / 2 },
             until,
@@ -87,9 +91,9 @@ impl ContextRange {
     }
 }
 
-/// Advice if fewer than half of the drafts are accepted at long contexts, compared with shorter ones, and the intervals
-/// do not overlap.
-pub fn collapse_advice(ranges: &[ContextRange]) -> Option<String> {
+/// Advice if fewer than half of the drafts of a suite are accepted at long contexts, compared with shorter ones, and the
+/// intervals do not overlap.
+pub fn collapse_advice(suite: &str, ranges: &[ContextRange]) -> Option<String> {
     let has_collapsed = |short: &ContextRange, long: &ContextRange| {
         let falls = long.accepted_drafts()? < COLLAPSE * short.accepted_drafts()?;
         Some(falls && long.accepted_length_interval?.high < short.accepted_length_interval?.low)
@@ -98,8 +102,8 @@ pub fn collapse_advice(ranges: &[ContextRange]) -> Option<String> {
         ranges.iter().enumerate().flat_map(|(i, long)| ranges[..i].iter().map(move |short| (short, long)));
     let (short, long) = pairs.find(|(short, long)| has_collapsed(short, long) == Some(true))?;
     Some(format!(
-        "Acceptance falls with the context: τ is {} at {} tokens and {} at {}. Train on longer texts \
-         (data.max_length), or give the draft layers a window (drafter.….sliding_window).",
+        "{suite}: acceptance falls with the context. τ is {} at {} tokens and {} at {}. If its texts are alike, longer \
+         training texts (data.max_length) may help, and so may windows of block drafters (sliding_window).",
         number(long.accepted_length, 2),
         long.name(),
         number(short.accepted_length, 2),
@@ -119,11 +123,10 @@ mod tests {
     }
 
     fn ranges(answers: &[(&str, usize, &[Cycle])]) -> Vec<ContextRange> {
-        lengths_by_context(answers.iter().map(|&(prompt, prompt_tokens, cycles)| AnswerCycles {
-            prompt: prompt.into(),
-            prompt_tokens,
-            cycles,
-        }))
+        let answers = answers.iter();
+        let answers =
+            answers.map(|&(sample, prompt_tokens, cycles)| AnswerCycles { sample, prompt_tokens, cycles });
+        lengths_by_context("suite", answers)
     }
 
     #[test]
@@ -144,12 +147,10 @@ mod tests {
     fn advice_is_given_where_acceptance_collapses() {
         let (good, bad, fair) = (cycles(4, 60), cycles(1, 60), cycles(3, 60));
         let told = |long: &[Cycle]| {
-            collapse_advice(&ranges(&[
-                ("a", 9, &good),
-                ("b", 11, &good),
-                ("c", 5000, long),
-                ("d", 5000, long),
-            ]))
+            collapse_advice(
+                "suite",
+                &ranges(&[("a", 9, &good), ("b", 11, &good), ("c", 5000, long), ("d", 5000, long)]),
+            )
         };
         let advice = told(&bad).unwrap();
         assert!(advice.contains("τ is 1.00 at 4096 to 8191 tokens and 4.00 at 0 to 511"), "{advice}");

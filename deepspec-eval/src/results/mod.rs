@@ -62,10 +62,6 @@ pub struct Results {
     /// rules agree.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub other_rule: Option<OtherRule>,
-    /// Accepted lengths by the length of the context, over the cycles of all suites. Empty if all contexts are of one range,
-    /// and for a run by a server.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub context_lengths: Vec<ContextRange>,
     /// Reliability of the drafter's confidences, over the cycles of all suites.
     #[serde(default)]
     pub confidence: Option<ConfidenceResult>,
@@ -99,6 +95,9 @@ pub struct SuiteResult {
     /// Counts of every prompt by sample, of a run by a server. Its traces may lack cycles.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub prompts: BTreeMap<String, PromptCounts>,
+    /// Accepted lengths by the length of the context. Empty if all contexts are of one range, and for a run by a server.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub context_lengths: Vec<ContextRange>,
     /// Effect of confidence thresholds; empty if the run itself cut its blocks, or without a
     /// confidence head.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -172,7 +171,6 @@ impl Results {
             overall,
             suites,
             other_rule: None,
-            context_lengths: vec![],
             confidence: None,
         }
     }

@@ -35,6 +35,7 @@ pub fn suite(name: &str, domain: Domain, accepted: &[u32]) -> ScoredSuite {
         metrics: Metrics::new(&counts, &TIMING, baseline.as_ref()),
         counts,
         prompts: BTreeMap::new(),
+        context_lengths: vec![],
         sweep: vec![],
         timing: TIMING,
         baseline,

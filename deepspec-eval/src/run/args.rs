@@ -86,13 +86,13 @@ pub struct Args {
     /// Divide the confidence logits by the temperatures that `deepspec-eval calibrate` found for this drafter
     #[arg(long, value_name = "FILE")]
     pub calibration: Option<PathBuf>,
-    /// Verify at most this many drafted tokens per cycle, or trees of this depth. A language model as drafter drafts exactly
-    /// this many (7 by default)
+    /// Verify at most this many drafted tokens per cycle, or trees of this depth. Language models and assistants
+    /// draft exactly this many (7 by default)
     #[arg(long, value_name = "N")]
     pub max_draft_tokens: Option<usize>,
     /// Choice of drafted tokens at temperatures above 0. Probabilistic samples from the drafter's distribution; greedy takes
     /// the likeliest token, as llama.cpp does, and vLLM by default. Auto is by kind: probabilistic for DSpark with its
-    /// Markov head, Domino, Eagle3, MTP-1 and language models, greedy for the others and for trees. Answers follow the target's
+    /// Markov head, Domino, Eagle3, MTP-1, assistants and language models, greedy for the others and for trees. Answers follow the target's
     /// distribution either way
     #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftSamplingArg::Auto)]
     pub draft_sampling: DraftSamplingArg,

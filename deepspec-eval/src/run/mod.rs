@@ -75,7 +75,6 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let recorded = Settings { lanes: answers.replicas, ..settings.clone() };
     let mut results = Results::new(recorded, target, identity.cloned(), scored);
     results.other_rule = answers.other.map(|passes| score::score_other_rule(&suites, &passes, settings));
-    results.context_lengths = score::lengths_by_context(&suites, &answers.drafted);
     results.confidence = score::score_confidence(&answers.drafted, block_size, settings);
     results.asked = asked;
     outputs::write_run_files(&args.output_dir, &setup.tokenizer, &suites, &answers.drafted, &results)?;

@@ -8,8 +8,8 @@ use deepspec_engine::AcceptanceStats;
 use super::decode::{Answer, SuitePass};
 use crate::confidence::{self, ConfidenceResult};
 use crate::results::{
-    self, AnswerCycles, Baseline, ContextRange, Metrics, OtherRule, RuleLength, ScoredSuite, Settings,
-    SuiteResult,
+    AnswerCycles, Baseline, ContextRange, Metrics, OtherRule, RuleLength, ScoredSuite, Settings, SuiteResult,
+    lengths_by_context,
 };
 use crate::statistics::{Estimate, PromptCounts};
 
@@ -55,17 +55,14 @@ fn accepted_length_estimate(suite: &TokenizedSuite, pass: &SuitePass) -> Estimat
     Estimate::accepted_length(&suite.rows.suite.name.to_string(), prompts)
 }
 
-/// Accepted lengths of all suites by the length of the context.
-pub fn lengths_by_context(suites: &[TokenizedSuite], passes: &[SuitePass]) -> Vec<ContextRange> {
-    let answers = suites.iter().zip(passes).flat_map(|(suite, pass)| {
-        let name = &suite.rows.suite.name;
-        pass.answers.iter().map(move |answer| AnswerCycles {
-            prompt: format!("{name}/{}", suite.ids[answer.sample]),
-            prompt_tokens: answer.prompt_tokens,
-            cycles: &answer.completion.cycles,
-        })
+/// A suite's accepted lengths by the length of the context.
+fn context_lengths(suite: &TokenizedSuite, pass: &SuitePass) -> Vec<ContextRange> {
+    let answers = pass.answers.iter().map(|answer| AnswerCycles {
+        sample: &suite.ids[answer.sample],
+        prompt_tokens: answer.prompt_tokens,
+        cycles: &answer.completion.cycles,
     });
-    results::lengths_by_context(answers)
+    lengths_by_context(&suite.rows.suite.name, answers)
 }
 
 fn score_suite(
@@ -86,7 +83,8 @@ fn score_suite(
         // `score_confidence` reports invalid confidences of all suites.
         confidence::threshold_sweep(cycles, block_size, settings.calibration.as_deref()).unwrap_or_default()
     };
-    let suite = SuiteResult { sweep, ..suite_result(suite, pass, counts, baseline) };
+    let context_lengths = context_lengths(suite, pass);
+    let suite = SuiteResult { sweep, context_lengths, ..suite_result(suite, pass, counts, baseline) };
     ScoredSuite { suite, length }
 }
 
@@ -110,6 +108,7 @@ pub fn suite_result(
         metrics: Metrics::new(&counts, &pass.timing, baseline.as_ref()),
         counts,
         prompts: BTreeMap::new(),
+        context_lengths: vec![],
         sweep: vec![],
         timing: pass.timing,
         baseline,

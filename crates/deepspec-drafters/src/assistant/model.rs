@@ -18,8 +18,10 @@ use deepspec_ops::linear;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
-/// Name of the embedding, which is the head too.
+/// Name of the embedding, which is the head too if they are tied.
 const EMBED_KEY: &str = "model.embed_tokens.weight";
+/// Name of the head.
+const HEAD_KEY: &str = "lm_head.weight";
 
 /// Sizes and layers of an assistant.
 #[derive(Clone)]
@@ -28,6 +30,8 @@ struct AssistantConfig {
     model: ModelConfig,
     /// d, hidden size of the target.
     backbone_hidden_size: i64,
+    /// Whether the embedding is the head.
+    is_tied: bool,
 }
 
 /// A layer of the target whose keys and values the assistant reads.
@@ -62,7 +66,8 @@ impl AssistantConfig {
         let mut own = text.map.clone();
         own.insert("num_kv_shared_layers".into(), json!(0));
         let backbone_hidden_size = fields.required_size("backbone_hidden_size")?;
-        Ok(Self { model: ModelConfig::parse(&path, own)?, backbone_hidden_size })
+        let is_tied = fields.flag("tie_word_embeddings")?.unwrap_or(true);
+        Ok(Self { model: ModelConfig::parse(&path, own)?, backbone_hidden_size, is_tied })
     }
 
     /// The target's layers whose keys and values the assistant reads: the last one of each attention type. Layers ascend.
@@ -70,7 +75,14 @@ impl AssistantConfig {
     /// # Errors
     /// [`ModelError::Mismatch`] with all that differs.
     fn key_sources(&self, target: &ModelConfig) -> Result<Vec<KeySource>, ModelError> {
-        let Self { model, backbone_hidden_size } = self;
+        let Self { model, backbone_hidden_size, .. } = self;
+        if target.family.decoder.name != model.family.decoder.name {
+            let (own, theirs) = (model.family, target.family);
+            let problem = format!(
+                "the assistant does not belong to this target: it is one of {own}, the target is {theirs}"
+            );
+            return Err(ModelError::Mismatch(UsageError(problem)));
+        }
         let mut differences = vec![];
         let mut compare = |what: &str, own: i64, theirs: i64| {
             let differs = || format!("{what} {theirs}, the assistant was trained for {own}");
@@ -81,7 +93,11 @@ impl AssistantConfig {
         let is_sliding = |layer: &LayerSpec| layer.attention.window.is_some();
         let (mut sources, mut missing) = (vec![], vec![]);
         for (sliding, name) in [(true, "sliding_attention"), (false, "full_attention")] {
-            let Some(own) = model.layers.iter().find(|layer| is_sliding(layer) == sliding) else { continue };
+            let mut layers = model.layers.iter().filter(|layer| is_sliding(layer) == sliding);
+            let Some(own) = layers.next() else { continue };
+            if layers.any(|other| other.attention != own.attention) {
+                missing.push(format!("another number of heads in some layers of {name} of the assistant"));
+            }
             let Some(layer) = target.layers.iter().rposition(|layer| is_sliding(layer) == sliding) else {
                 missing.push(format!("no layer of {name}"));
                 continue;
@@ -100,7 +116,7 @@ impl AssistantConfig {
         differences.extend(missing);
         if !differences.is_empty() {
             let problem =
-                format!("the assistant does not belong to this target: it has {}", differences.join("; "));
+                format!("the assistant does not belong to this target: there is {}", differences.join("; "));
             return Err(ModelError::Mismatch(UsageError(problem)));
         }
         sources.sort_by_key(|source| source.layer);
@@ -147,8 +163,8 @@ impl Assistant {
         let sources = config.key_sources(&target_config)?;
         let weights = Weights::open(dir, "Gemma4Assistant", device, kind)?;
         weights.check_finite()?;
-        let head =
-            Weight::Stored(weights.get(EMBED_KEY, &[config.model.vocab_size, config.model.hidden_size])?);
+        let shape = [config.model.vocab_size, config.model.hidden_size];
+        let head = Weight::Stored(weights.get(if config.is_tied { EMBED_KEY } else { HEAD_KEY }, &shape)?);
         let layers: Vec<usize> = sources.iter().map(|source| source.layer).collect();
         let target_tensors = KeyValueLayer::load(target, &target_config, &layers, device, kind)?;
         let (embed, _) = load_embed_and_head(target, &target_config, device, kind)?;
@@ -159,8 +175,8 @@ impl Assistant {
             Self::build(config, sources, &b, head.pack(), target_tensors, embedding, (kind, device));
         b.check()?;
         let mut unread = weights.unread_names();
-        // A tied head is stored under both names by some tools.
-        unread.retain(|name| name != "lm_head.weight");
+        // Some tools store a tied head under both names. An embedding has no other use.
+        unread.retain(|name| ![EMBED_KEY, HEAD_KEY].contains(&name.as_str()));
         if unread.is_empty() {
             return Ok(assistant);
         }
@@ -180,7 +196,7 @@ impl Assistant {
         target_embedding: EmbedHead,
         (kind, device): (Kind, Device),
     ) -> Self {
-        let AssistantConfig { model, backbone_hidden_size } = &config;
+        let AssistantConfig { model, backbone_hidden_size, .. } = &config;
         let (narrow, wide) = (model.hidden_size, *backbone_hidden_size);
         let of_target = Builder::from_state_dict(&target_tensors);
         let source = |source: &KeySource| KeyValueLayer::new(&of_target, source.layer, &source.spec);

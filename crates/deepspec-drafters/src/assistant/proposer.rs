@@ -60,7 +60,7 @@ impl AssistantProposer {
         let DrafterOptions { device, kind, slots, target } = options;
         let Some(target) = target else {
             let problem = format!(
-                "{}: an assistant of Gemma 4 is read beside its target, as `run`, `serve`, `profile` and `trace` do",
+                "{}: an assistant of Gemma 4 is read beside its target by `run`, `serve`, `profile` and `trace` only",
                 dir.display()
             );
             return Err(ModelError::Mismatch(UsageError(problem)));
@@ -102,9 +102,12 @@ impl AssistantProposer {
 
     /// Plans the attention of one query per slot to all its keys, and returns the keys and values of each slot's last token. Attention
     /// stores these again, because a query has no keys of its own.
-    fn plan_queries(&self, slots: &[usize]) -> (AttentionPlan, Vec<(Tensor, Tensor)>) {
-        let chunk = |&slot: &usize| Chunk { slot, past_len: self.cache.len(slot) - 1, len: 1 };
-        let plan = self.cache.plan(&slots.iter().map(chunk).collect::<Vec<_>>(), MaskKind::Causal);
+    fn plan_queries(&mut self, slots: &[usize]) -> (AttentionPlan, Vec<(Tensor, Tensor)>) {
+        // A slot whose context was dropped for want of memory has no keys; its query sees one that means nothing.
+        let chunk = |&slot: &usize| Chunk { slot, past_len: self.cache.len(slot).saturating_sub(1), len: 1 };
+        let chunks: Vec<Chunk> = slots.iter().map(chunk).collect();
+        self.cache.reserve(&chunks);
+        let plan = self.cache.plan(&chunks, MaskKind::Causal);
         let last = self.model.keys_values(&self.captured.of_slots(slots), plan.positions());
         (plan, last)
     }

@@ -1,6 +1,6 @@
 //! Projections of grouped-query attention.
 
-use deepspec_ops::{Heads, Qkv};
+use deepspec_ops::{AttentionSpec, Heads, Qkv};
 use tch::Tensor;
 
 use super::spec::{LayerSpec, ValueSource};
@@ -45,11 +45,7 @@ impl Attention {
         let k_norm = head_norm(b, name, "k_norm", spec);
         let v_norm = (spec.value != ValueSource::Projected).then_some(spec.eps);
         let keys_values = Some(KeyValueProjection { k_proj, v_proj, k_norm, v_norm, heads });
-        let sinks = spec
-            .attention
-            .sinks
-            .then(|| b.get(&format!("{name}.{}", spec.sinks_name), &[heads.query], Init::Zeros));
-        Self { q_proj, keys_values, o_proj, q_norm, sinks, heads }
+        Self { q_proj, keys_values, o_proj, q_norm, sinks: sinks(b, name, spec), heads }
     }
 
     /// Attention without keys and values of its own, as in layers that read another model's.
@@ -57,11 +53,11 @@ impl Attention {
         let (d, heads) = (spec.hidden_size, spec.attention.heads);
         let wide = heads.query * heads.dim;
         Self {
-            q_proj: Linear::new(b, &format!("{name}.q_proj"), d, wide),
+            q_proj: linear_with(b, &format!("{name}.q_proj"), spec.qkv_bias, d, wide),
             keys_values: None,
-            o_proj: Linear::new(b, &format!("{name}.o_proj"), wide, d),
+            o_proj: linear_with(b, &format!("{name}.o_proj"), spec.output_bias, wide, d),
             q_norm: head_norm(b, name, "q_norm", spec),
-            sinks: None,
+            sinks: sinks(b, name, spec),
             heads,
         }
     }
@@ -137,6 +133,12 @@ impl KeyValueProjection {
 /// A linear layer with or without a bias.
 fn linear_with(b: &Builder, name: &str, has_bias: bool, input: i64, output: i64) -> Linear {
     if has_bias { Linear::with_bias(b, name, input, output) } else { Linear::new(b, name, input, output) }
+}
+
+/// Attention sinks `[H]`; None if the layer has none.
+fn sinks(b: &Builder, name: &str, spec: &LayerSpec) -> Option<Tensor> {
+    let AttentionSpec { heads, sinks, .. } = spec.attention;
+    sinks.then(|| b.get(&format!("{name}.{}", spec.sinks_name), &[heads.query], Init::Zeros))
 }
 
 /// The norm of the heads of queries or keys; None if the layer has none.
