@@ -294,6 +294,52 @@ fn tensors_without_a_use_stop_a_target() {
     assert!(output.status.success(), "{}", said(&output));
 }
 
+/// Copies the target with int8 weights of compressed-tensors, and with the float32 weights that they stand for.
+fn write_int8_and_plain(int8: &Path, plain: &Path) {
+    let (mut stored, mut values) = (vec![], vec![]);
+    for (name, tensor) in tensors(&target_dir()) {
+        let Some(module) = name.strip_suffix("_proj.weight") else {
+            stored.push((name.clone(), tensor.shallow_clone()));
+            values.push((name, tensor));
+            continue;
+        };
+        let weight = tensor.to_kind(Kind::Float);
+        let scales = weight.abs().amax([1], true) / 127.0;
+        let numbers = (weight / &scales).round();
+        values.push((name.clone(), &numbers * &scales));
+        stored.push((name.clone(), numbers.to_kind(Kind::Int8)));
+        stored.push((format!("{module}_proj.weight_scale"), scales));
+    }
+    Tensor::write_safetensors(&stored, int8.join("model.safetensors")).unwrap();
+    save(&plain.join("model.safetensors"), &values, Kind::Float).unwrap();
+    edit(&int8.join("config.json"), |config| {
+        config["quantization_config"] = json!({
+            "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
+            "ignore": ["lm_head"], "config_groups": {"group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": true},
+                "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": true},
+            }},
+        });
+    });
+}
+
+#[test]
+fn quantised_targets_answer_as_the_plain_weights_that_they_stand_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let [int8, plain] = ["int8", "plain"].map(|name| copy(&target_dir(), dir.path().join(name)));
+    write_int8_and_plain(&int8, &plain);
+    let size = |folder: &Path| fs::metadata(folder.join("model.safetensors")).unwrap().len();
+    assert!(2 * size(&int8) < size(&plain));
+    let [found, expected] = [&int8, &plain].map(|target| {
+        let out = target.join("run");
+        let output = run_on(target, "none", &out, &FEW);
+        assert!(output.status.success(), "{}", said(&output));
+        answers(&out)
+    });
+    assert_eq!(found, expected);
+}
+
 #[test]
 fn weights_that_are_not_read_are_named_with_the_remedy() {
     let dir = tempfile::tempdir().unwrap();

@@ -10,7 +10,7 @@
 //! Layer ids follow the reference: id L is the output of decoder layer L. Some formats count from
 //! the embedding (L + 1); their readers convert the ids.
 //!
-//! This crate does no computation with weights and does not link libtorch.
+//! This crate computes with weights only to de-quantise them, and does not link libtorch.
 
 mod checkpoint;
 mod compatibility;

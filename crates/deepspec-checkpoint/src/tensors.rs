@@ -362,7 +362,7 @@ pub fn torch_dtype_name(dtype: Dtype) -> String {
 /// Error message with the remedy for a tensor of a quantised type.
 pub fn quantised_dtype_message(dtype: Dtype) -> String {
     format!(
-        "its dtype {} is one of quantised weights, which are not read; use the checkpoint in bfloat16, float16 or float32",
+        "its dtype {} is one of quantised weights, which are read in targets with a `quantization_config` only; use the checkpoint in bfloat16, float16 or float32",
         torch_dtype_name(dtype)
     )
 }

@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use deepspec_checkpoint::Tensors;
+use deepspec_checkpoint::{CheckpointError, Tensors};
+use deepspec_testkit::mutate::Fuzzer;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
@@ -23,15 +24,16 @@ fn write(dir: &Path, scheme: &Value, tensors: &[Stored]) {
     fs::write(dir.join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
+fn read_all(tensors: Tensors) -> Result<(), CheckpointError> {
+    let names: Vec<String> = tensors.iter().map(|(name, _)| name.to_string()).collect();
+    names.iter().try_for_each(|name| tensors.bytes(name).map(drop))
+}
+
 /// The error of opening the tensors and reading all of them.
 fn refusal(scheme: &Value, tensors: &[Stored]) -> String {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), scheme, tensors);
-    let read = |tensors: Tensors| {
-        let names: Vec<String> = tensors.iter().map(|(name, _)| name.to_string()).collect();
-        names.iter().try_for_each(|name| tensors.bytes(name).map(drop))
-    };
-    let told = Tensors::open_target(dir.path()).and_then(read).expect_err("it was read").to_string();
+    let told = Tensors::open_target(dir.path()).and_then(read_all).expect_err("it was read").to_string();
     assert!(told.contains(dir.path().to_str().unwrap()) && !told.contains('\n'), "{told}");
     told
 }
@@ -219,6 +221,60 @@ fn gptq_and_awq_weights_without_the_tensors_that_fit() {
     fs::write(dir.path().join("quantize_config.json"), r#"{"bits": 3, "group_size": 8}"#).unwrap();
     let told = Tensors::open_target(dir.path()).map(drop).unwrap_err().to_string();
     assert!(told.contains("quantize_config.json: `bits`"), "{told}");
+}
+
+/// Damaged schemes of every method are read, or refused with the name of a file.
+#[test]
+fn damaged_schemes_never_panic() {
+    let fp8: &[Stored] =
+        &[("x.weight", Dtype::F8_E4M3, &[40, 24]), ("x.weight_scale_inv", Dtype::F32, &[3, 2])];
+    let packed: &[Stored] = &[
+        ("x.weight_packed", Dtype::I32, &[40, 3]),
+        ("x.weight_shape", Dtype::I64, &[2]),
+        ("x.weight_scale", Dtype::BF16, &[40, 3]),
+        ("x.weight_zero_point", Dtype::I32, &[5, 3]),
+    ];
+    let transposed: &[Stored] = &[
+        ("x.qweight", Dtype::I32, &[24, 5]),
+        ("x.qzeros", Dtype::I32, &[3, 5]),
+        ("x.scales", Dtype::F16, &[3, 40]),
+    ];
+    let weights =
+        json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8, "symmetric": false});
+    let sound = [
+        (json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}), fp8),
+        (compressed("pack-quantized", &weights), packed),
+        (json!({"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}), transposed),
+    ];
+    let words = [
+        "fp8",
+        "gptq",
+        "awq",
+        "compressed-tensors",
+        "int-quantized",
+        "channel",
+        "block",
+        "group_size",
+        "re:(",
+    ];
+    let mut dice = Fuzzer::new(31, &words);
+    let (mut used, mut refused) = (0, 0);
+    let dir = tempfile::tempdir().unwrap();
+    for run in 0..900 {
+        let (scheme, tensors) = &sound[run % sound.len()];
+        let mut damaged = scheme.clone();
+        (0..=dice.roll(2)).for_each(|_| dice.mutate(&mut damaged));
+        write(dir.path(), &damaged, tensors);
+        match Tensors::open_target(dir.path()).and_then(read_all) {
+            Ok(()) => used += 1,
+            Err(error) => {
+                refused += 1;
+                assert!(error.to_string().contains(dir.path().to_str().unwrap()), "{error}: {damaged}");
+            }
+        }
+        drop(Tensors::open_target_present(dir.path()));
+    }
+    assert!(used > 50 && refused > 200, "{used} used, {refused} refused");
 }
 
 /// A target that runs elsewhere may have layers that are not read.

@@ -143,6 +143,8 @@ fn is_small_model_file(file: &str) -> bool {
     let known = [
         CONFIG_FILE,
         "generation_config.json",
+        "quantize_config.json",
+        "hf_quant_config.json",
         "special_tokens_map.json",
         "added_tokens.json",
         "chat_template.json",
