@@ -456,6 +456,13 @@ fn drafters_of_more_families_have_plain_layers() {
         for (drafter, name, qk_norm) in drafters {
             let again = parse(&Value::Object(drafter.raw.clone())).unwrap();
             assert_eq!(again, drafter, "{model_type}");
+            // Engines read this key otherwise, and it is written only where it says something.
+            assert!(
+                drafter
+                    .raw
+                    .get("rope_scaling")
+                    .is_none_or(|scaling| scaling.get("attention_factor").is_none())
+            );
             assert_eq!(drafter.family.decoder.name, name);
             assert!(target.accepts_drafters_of(drafter.family) && !target.accepts_drafters_of(target.family));
             assert_eq!((drafter.embed_scale, drafter.logit_scale, drafter.logit_softcap), (1.0, 1.0, None));

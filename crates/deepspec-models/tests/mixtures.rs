@@ -9,6 +9,9 @@ use tch::{Device, Kind, Tensor};
 
 const TOKENS: usize = 60;
 
+/// Tensors by name.
+type Named = Vec<(String, Tensor)>;
+
 fn load(dir: &Path, kind: Kind) -> Result<TargetModel, String> {
     let options = TargetOptions { device: Device::Cpu, kind, slots: 1, taps: vec![] };
     TargetModel::load(dir, &options).map_err(|error| error.to_string())
@@ -42,7 +45,7 @@ fn states_in_bfloat16_are_near_those_in_float32() {
 }
 
 /// All tensors of the model in `dir`, by name.
-fn tensors(dir: &Path) -> Vec<(String, Tensor)> {
+fn tensors(dir: &Path) -> Named {
     let bytes = std::fs::read(dir.join("model.safetensors")).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let weights = Weights::open(dir, "a test", Device::Cpu, Kind::Float).unwrap();
@@ -54,7 +57,7 @@ fn tensors(dir: &Path) -> Vec<(String, Tensor)> {
 }
 
 /// Replaces the experts of a layer by tensors of all of them.
-fn stack(all: &mut Vec<(String, Tensor)>, layer: usize) {
+fn stack(all: &mut Named, layer: usize) {
     let prefix = format!("model.layers.{layer}.mlp.experts.");
     let (own, rest): (Vec<_>, Vec<_>) =
         std::mem::take(all).into_iter().partition(|(name, _)| name.starts_with(&prefix));
@@ -83,20 +86,19 @@ fn stacked_experts_give_the_states_of_single_ones() {
 
 #[test]
 fn missing_and_misshapen_experts_are_named() {
-    let refused = |name: &str, change: &dyn Fn(&mut Vec<(String, Tensor)>)| {
+    let refused = |name: &str, change: &dyn Fn(&mut Named)| {
         let dir = family(name);
         let mut all = tensors(dir.path());
         change(&mut all);
         save(&dir.path().join("model.safetensors"), &all, Kind::Float).unwrap();
         load(dir.path(), Kind::Float).map(|_| ()).unwrap_err()
     };
-    let without =
-        |name: &'static str| move |all: &mut Vec<(String, Tensor)>| all.retain(|(own, _)| own != name);
+    let without = |name: &'static str| move |all: &mut Named| all.retain(|(own, _)| own != name);
     let gone = "model.layers.1.mlp.experts.3.up_proj.weight";
     assert!(refused("qwen3_moe", &without(gone)).contains(gone));
     let gone = "model.layers.1.mlp.experts.down_proj_bias";
     assert!(refused("gpt_oss", &without(gone)).contains(gone));
-    let narrow = |all: &mut Vec<(String, Tensor)>| {
+    let narrow = |all: &mut Named| {
         for (_, tensor) in all.iter_mut().filter(|(name, _)| name.ends_with("mlp.experts.gate_up_proj")) {
             *tensor = tensor.narrow(0, 0, 7).contiguous();
         }
@@ -107,7 +109,7 @@ fn missing_and_misshapen_experts_are_named() {
         "{told}"
     );
     // Experts of a layer that is dense by the config have no place.
-    let more = |all: &mut Vec<(String, Tensor)>| {
+    let more = |all: &mut Named| {
         all.push((
             "model.layers.0.mlp.gate.weight".into(),
             Tensor::zeros([8, 32], (Kind::Float, Device::Cpu)),

@@ -6,7 +6,7 @@ use deepspec_checkpoint::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, Fiel
 use deepspec_core::cli::UsageError;
 use serde_json::{Value, json};
 
-use super::{llama, qwen3};
+use super::{llama, qwen3, rope};
 use crate::config::{DraftLayers, FULL_LAYER_TYPE, Family, RawConfig, SLIDING_LAYER_TYPE};
 use crate::nn::{AttentionSpec, LayerSpec, Scaling, Yarn};
 use crate::{ModelConfig, ModelError};
@@ -149,10 +149,15 @@ fn scaling_json(scaling: Scaling) -> Option<Value> {
             "high_freq_factor": high_freq_factor, "original_max_position_embeddings": original,
         })),
         Scaling::Yarn(Yarn { factor, attention_factor, beta_fast, beta_slow, original, truncate }) => {
-            Some(json!({
-                "rope_type": "yarn", "factor": factor, "attention_factor": attention_factor, "beta_fast": beta_fast,
-                "beta_slow": beta_slow, "original_max_position_embeddings": original, "truncate": truncate,
-            }))
+            let mut settings = json!({
+                "rope_type": "yarn", "factor": factor, "beta_fast": beta_fast, "beta_slow": beta_slow,
+                "original_max_position_embeddings": original, "truncate": truncate,
+            });
+            // Engines read this key otherwise than transformers, but have the same default.
+            if attention_factor != rope::default_attention_factor(factor) {
+                settings["attention_factor"] = json!(attention_factor);
+            }
+            Some(settings)
         }
     }
 }

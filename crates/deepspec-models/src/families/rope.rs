@@ -206,7 +206,7 @@ impl RopeReader<'_> {
         {
             (Some(factor), ..) => require_positive(settings, "attention_factor", factor)?,
             (None, Some(mscale), Some(all)) => yarn_mscale(factor, mscale) / yarn_mscale(factor, all),
-            (None, ..) => yarn_mscale(factor, 1.0),
+            (None, ..) => default_attention_factor(factor),
         };
         Ok(Yarn {
             factor,
@@ -232,6 +232,11 @@ impl RopeReader<'_> {
 /// Number of whole planes in the fraction `part` of a head.
 fn rotated_planes(part: f64, head_dim: i64) -> i64 {
     (((part * head_dim as f64) / 2.0).floor() as i64).clamp(0, head_dim / 2)
+}
+
+/// `attention_factor` of YaRN in a config without this key.
+pub fn default_attention_factor(factor: f64) -> f64 {
+    yarn_mscale(factor, 1.0)
 }
 
 /// YaRN's correction of the attention's temperature, `0.1·m·ln(s) + 1`.
