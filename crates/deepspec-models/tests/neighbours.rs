@@ -25,6 +25,7 @@ const EXPERTS: i64 = 10;
 enum Family {
     Qwen3,
     Qwen3Moe,
+    GptOss,
     Llama,
     Gemma4,
 }
@@ -54,8 +55,13 @@ struct Rider {
 fn shape() -> impl Strategy<Value = Shape> {
     let sizes = (1..=8i64, 1..=6i64, 64..=600i64);
     let heads = (1..=4i64, 1..=4i64, 1..=16i64, 1..=8i64);
-    let family =
-        prop_oneof![Just(Family::Qwen3), Just(Family::Qwen3Moe), Just(Family::Llama), Just(Family::Gemma4)];
+    let family = prop_oneof![
+        Just(Family::Qwen3),
+        Just(Family::Qwen3Moe),
+        Just(Family::GptOss),
+        Just(Family::Llama),
+        Just(Family::Gemma4)
+    ];
     (family, sizes, heads, 1..=3usize, any::<bool>()).prop_map(
         |(family, (hidden, inner, vocab), (key_value, repeats, dim, global), layers, tied)| Shape {
             family,
@@ -92,6 +98,14 @@ impl Shape {
                 "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": EXPERTS,
                 "num_experts_per_tok": 3, "moe_intermediate_size": self.inner / 2, "norm_topk_prob": self.tied,
                 "mlp_only_layers": (1..self.layers).take(1).collect::<Vec<_>>(),
+            });
+            config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        }
+        if self.family == Family::GptOss {
+            let own = json!({
+                "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_local_experts": EXPERTS,
+                "num_experts_per_tok": 3, "sliding_window": 30, "rope_theta": 150_000.0,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
             });
             config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
         }
@@ -146,11 +160,12 @@ impl Shape {
                 own("self_attn.v_proj", &[keys, d]);
             }
             own("self_attn.o_proj", &[d, queries]);
-            if self.family != Family::Llama {
+            if ![Family::Llama, Family::GptOss].contains(&self.family) {
                 own("self_attn.q_norm", &[heads.dim]);
                 own("self_attn.k_norm", &[heads.dim]);
             }
             match &layer.experts {
+                Some(_) if self.family == Family::GptOss => own("mlp.router", &[EXPERTS, d]),
                 Some(experts) => {
                     own("mlp.gate", &[EXPERTS, d]);
                     for expert in 0..EXPERTS {
@@ -171,6 +186,18 @@ impl Shape {
                 own("pre_feedforward_layernorm", &[d]);
                 own("post_feedforward_layernorm", &[d]);
                 add(format!("model.layers.{i}.layer_scalar"), &[1]);
+            }
+            if self.family == Family::GptOss {
+                let mut own = |name: &str, shape: &[i64]| add(format!("model.layers.{i}.{name}"), shape);
+                for (part, rows) in [("q", queries), ("k", keys), ("v", keys), ("o", d)] {
+                    own(&format!("self_attn.{part}_proj.bias"), &[rows]);
+                }
+                own("self_attn.sinks", &[heads.query]);
+                own("mlp.router.bias", &[EXPERTS]);
+                own("mlp.experts.gate_up_proj", &[EXPERTS, d, 2 * inner]);
+                own("mlp.experts.gate_up_proj_bias", &[EXPERTS, 2 * inner]);
+                own("mlp.experts.down_proj", &[EXPERTS, inner, d]);
+                own("mlp.experts.down_proj_bias", &[EXPERTS, d]);
             }
         }
         save(&dir.join("model.safetensors"), &tensors, Kind::Float).unwrap();

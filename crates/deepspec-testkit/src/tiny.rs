@@ -322,11 +322,11 @@ fn write_model(dir: &Path, config: &Value, tensors: &[(String, Vec<usize>)]) {
             // Uniform numbers: unit variance per output for matrices, around 1 for norms and
             // scalars.
             let (middle, reach) = match shape.as_slice() {
-                // The norms of queries and keys are smaller, because attention scores are not
-                // scaled otherwise.
                 // Biases are around 0.
                 _ if name.ends_with("bias") && !name.contains("self_attn") => (0.0, 0.5),
                 [_, inputs, _] => (0.0, (3.0 / *inputs as f64).sqrt()),
+                // The norms of queries and keys are smaller, because attention scores are not
+                // scaled otherwise.
                 [_] if name.contains("self_attn") => (0.4, 0.1),
                 [_] => (1.0, 0.4),
                 _ if name.contains("embed") => (0.0, 0.5),

@@ -165,22 +165,27 @@ pub fn read_target(json: &Value, weights: Precision, expert_parallel: f64) -> Re
 /// experts come (`decoder_sparse_step`), and the layers without them (`mlp_only_layers`).
 fn dense_layers(json: &Value, count: f64) -> Result<f64, String> {
     let first = json.get("first_k_dense_replace").and_then(Value::as_f64).unwrap_or(0.0).min(count);
-    let whole = |key: &str, found: &Value| format!("`{key}` is {found}; expected whole numbers");
+    let layers = count.min(MAX_LAYERS as f64) as u64;
+    let wrong =
+        |key: &str, found: &Value, expected: String| format!("`{key}` is {found}; expected {expected}");
     let step = match json.get("decoder_sparse_step").filter(|step| !step.is_null()) {
-        Some(step) => step.as_u64().filter(|step| *step > 0).ok_or(whole("decoder_sparse_step", step))?,
+        Some(step) => {
+            let whole = || wrong("decoder_sparse_step", step, "a whole number from 1".into());
+            step.as_u64().filter(|step| *step > 0).ok_or_else(whole)?
+        }
         None => 1,
     };
     let named: Vec<u64> = match json.get("mlp_only_layers").filter(|layers| !layers.is_null()) {
-        Some(layers) => {
-            serde_json::from_value(layers.clone()).map_err(|_| whole("mlp_only_layers", layers))?
+        Some(found) => {
+            let named = serde_json::from_value::<Vec<u64>>(found.clone()).ok();
+            let named = named.filter(|named| named.iter().all(|layer| *layer < layers));
+            named
+                .ok_or_else(|| wrong("mlp_only_layers", found, format!("layers from 0 to {}", layers - 1)))?
         }
         None => vec![],
     };
-    if step == 1 && named.is_empty() {
-        return Ok(first);
-    }
-    let layers = count.min(MAX_LAYERS as f64) as u64;
-    let is_dense = |layer: &u64| !(layer + 1).is_multiple_of(step) || named.contains(layer);
+    let is_dense =
+        |layer: &u64| (*layer as f64) < first || !(layer + 1).is_multiple_of(step) || named.contains(layer);
     Ok((0..layers).filter(is_dense).count() as f64)
 }
 

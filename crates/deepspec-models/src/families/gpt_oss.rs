@@ -48,13 +48,17 @@ fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
         return Err(fields.error("swiglu_limit", format!("{limit} is not supported; expected 7")).into());
     }
     // Without both, transformers takes YaRN with a base of 150,000.
-    let [older, newer] = [fields.object("rope_scaling")?, fields.object("rope_parameters")?];
-    if older.is_none() && newer.is_none() {
+    let settings = [fields.object("rope_scaling")?, fields.object("rope_parameters")?];
+    let settings: Vec<Fields> =
+        settings.into_iter().flatten().filter(|settings| !settings.map.is_empty()).collect();
+    if settings.is_empty() {
         return Err(fields.error("rope_scaling", "missing; expected the settings of YaRN").into());
     }
-    let inside =
-        [older, newer].into_iter().flatten().find_map(|settings| settings.number("rope_theta").ok()?);
-    fields.required("rope_theta", fields.number("rope_theta")?.or(inside))?;
+    let mut theta = fields.number("rope_theta")?;
+    for settings in &settings {
+        theta = theta.or(settings.number("rope_theta")?);
+    }
+    fields.required("rope_theta", theta)?;
     let layers = layer_count(fields)?;
     let window = fields.required_size::<i64>("sliding_window")? as usize;
     let sliding = match sliding_layers(fields, layers)? {

@@ -31,7 +31,7 @@ static DECODER: DecoderFamily = DecoderFamily {
     defaults: Vec::new,
 };
 
-/// The window of a config with `use_sliding_window` and without `sliding_window`.
+/// The window of a config with `use_sliding_window` and without the key `sliding_window`.
 const DEFAULT_WINDOW: usize = 4096;
 
 /// Reads the config of a Qwen3-MoE model.
@@ -44,9 +44,10 @@ fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     refuse_keys(fields, &["layer_types"], "a Qwen3-MoE model has one kind of attention")?;
     let layers = layer_count(fields)?;
     // All layers have the window; transformers does not read `max_window_layers` here.
-    let window = match fields.flag("use_sliding_window")?.unwrap_or(false) {
-        true => Some(fields.size::<i64>("sliding_window")?.map_or(DEFAULT_WINDOW, |window| window as usize)),
-        false => None,
+    let window = match fields.map.get("sliding_window") {
+        _ if !fields.flag("use_sliding_window")?.unwrap_or(false) => None,
+        None => Some(DEFAULT_WINDOW),
+        Some(_) => fields.size::<i64>("sliding_window")?.map(|window| window as usize),
     };
     let experts = read_experts(fields)?;
     let has_experts = layers_with_experts(fields, layers)?;

@@ -1,6 +1,7 @@
 //! Sources of parameters: a checkpoint, random numbers, or another model.
 
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 use deepspec_core::rng::{Purpose, Stream};
@@ -28,7 +29,7 @@ pub enum Init {
 enum ParameterSource<'a> {
     Checkpoint(&'a Weights),
     Fresh { seed: u64, std: f64, device: Device, kind: Kind },
-    Shared(&'a StateDict),
+    Shared(SharedTensors<'a>),
     Outline,
 }
 
@@ -69,19 +70,33 @@ impl StateDict {
         let packed = self.packed.iter().map(|(name, weight)| (name.clone(), weight.share())).collect();
         Self { parameters: share(&self.parameters), buffers: share(&self.buffers), packed }
     }
+}
 
-    fn shared_tensor(&self, name: &str, shape: &[i64]) -> Tensor {
-        let mut all = self.parameters.iter().chain(&self.buffers);
-        let found = all.find(|(other, tensor)| other == name && tensor.size() == shape);
+/// Tensors of another model by name; a mixture of experts has tens of thousands.
+struct SharedTensors<'a> {
+    plain: HashMap<&'a str, &'a Tensor>,
+    packed: HashMap<&'a str, &'a PackedWeight>,
+}
+
+impl<'a> SharedTensors<'a> {
+    fn new(model: &'a StateDict) -> Self {
+        let plain = model.parameters.iter().chain(&model.buffers);
+        Self {
+            plain: plain.map(|(name, tensor)| (name.as_str(), tensor)).collect(),
+            packed: model.packed.iter().map(|(name, weight)| (name.as_str(), weight)).collect(),
+        }
+    }
+
+    fn tensor(&self, name: &str, shape: &[i64]) -> Tensor {
+        let found = self.plain.get(name).filter(|tensor| tensor.size() == shape);
         found.map_or_else(
             || panic!("the other model has no `{name}` of shape {shape:?}"),
-            |(_, tensor)| tensor.shallow_clone(),
+            |tensor| tensor.shallow_clone(),
         )
     }
 
-    fn shared_packed(&self, name: &str, shape: &[i64; 2]) -> Option<PackedWeight> {
-        let found = self.packed.iter().find(|(other, weight)| other == name && weight.size() == *shape);
-        found.map(|(_, weight)| weight.share())
+    fn packed(&self, name: &str, shape: &[i64; 2]) -> Option<PackedWeight> {
+        self.packed.get(name).filter(|weight| weight.size() == *shape).map(|weight| weight.share())
     }
 }
 
@@ -107,7 +122,7 @@ impl<'a> Builder<'a> {
     /// # Panics
     /// If the other model lacks a parameter, or has it in another shape.
     pub fn from_state_dict(named: &'a StateDict) -> Self {
-        Self::new(ParameterSource::Shared(named))
+        Self::new(ParameterSource::Shared(SharedTensors::new(named)))
     }
 
     fn new(source: ParameterSource<'a>) -> Self {
@@ -154,11 +169,8 @@ impl<'a> Builder<'a> {
 
     /// The weight `[output, input]` of a linear layer.
     pub fn linear_weight(&self, name: &str, shape: &[i64; 2], init: Init) -> Weight {
-        let shared = if let ParameterSource::Shared(model) = self.source {
-            model.shared_packed(name, shape)
-        } else {
-            None
-        };
+        let shared =
+            if let ParameterSource::Shared(model) = &self.source { model.packed(name, shape) } else { None };
         let weight = match shared {
             Some(packed) => Weight::Packed(packed),
             // Packing copies the current values of a model in training.
@@ -189,7 +201,7 @@ impl<'a> Builder<'a> {
     fn read_tensor(&self, name: &str, shape: &[i64], init: Init) -> Tensor {
         match &self.source {
             ParameterSource::Checkpoint(weights) => self.read_checkpoint(weights, name, shape),
-            ParameterSource::Shared(model) => model.shared_tensor(name, shape),
+            ParameterSource::Shared(model) => model.tensor(name, shape),
             ParameterSource::Outline => Tensor::empty(shape, (Kind::BFloat16, HOST)),
             &ParameterSource::Fresh { seed, std, device, kind } => match init {
                 Init::Ones => Tensor::ones(shape, (kind, device)),

@@ -96,7 +96,7 @@ pub struct LayerSpec {
 }
 
 impl LayerSpec {
-    /// Bytes that autograd saves per row: norms, queries, keys and values, the output of attention, and the MLP.
+    /// Bytes that autograd saves per row of a layer with an MLP: norms, queries, keys and values, the output of attention, and the MLP.
     /// A value has `value` bytes.
     pub fn saved_bytes(&self, saved: SavedTensorSizes, value: usize) -> usize {
         let (d, heads) = (self.hidden_size as usize, self.attention.heads);
@@ -107,12 +107,7 @@ impl LayerSpec {
         d * (2 * (saved.norm_bytes_per_value + value) + after)
             + queries * (head_norm + 3 * value)
             + self.saved_key_value_bytes(saved, value)
-            + saved.mlp_tensors * self.active_width() as usize * value
-    }
-
-    /// Width of all MLPs that a row runs through: its experts, or the MLP.
-    pub fn active_width(&self) -> i64 {
-        self.experts.map_or(self.intermediate_size, |experts| experts.active * experts.width)
+            + saved.mlp_tensors * self.intermediate_size as usize * value
     }
 
     /// Number of weights of the MLP, or of the router and all experts.

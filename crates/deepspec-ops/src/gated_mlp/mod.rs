@@ -1,4 +1,4 @@
-//! The gated MLP of Llama, Qwen3 and Gemma.
+//! The gated MLP of decoder layers, and of experts.
 
 mod reference;
 
@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use crate::ffi;
 use crate::linear::{Weight, linear};
+use reference::SWIGLU_ALPHA;
 
 /// Activation function of the MLP's gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +42,7 @@ pub fn gated_mlp(x: &Tensor, weights: GatedMlp<'_>) -> Tensor {
     let GatedMlp { gate, up, down, activation, biases } = weights;
     if let Some([of_gate, of_up, of_down]) = biases {
         let (gate, up) = (linear(x, gate, Some(of_gate)), linear(x, up, Some(of_up)));
-        return linear(&reference::gated(&gate, &up, activation), down, Some(of_down));
+        return linear(&gated(&gate, &up, activation), down, Some(of_down));
     }
     if let (Activation::Silu, Weight::Packed(gate), Weight::Packed(up)) = (activation, gate, up) {
         return linear(&ffi::packed_gated_product(x, None, gate, up), down, None);
@@ -52,8 +53,21 @@ pub fn gated_mlp(x: &Tensor, weights: GatedMlp<'_>) -> Tensor {
     {
         return y;
     }
-    let gated = if activation == Activation::Silu { ffi::silu_times(&gate, &up) } else { None };
-    linear(&gated.unwrap_or_else(|| reference::gated(&gate, &up, activation)), down, None)
+    linear(&gated(&gate, &up, activation), down, None)
+}
+
+/// `act(gate) ⊙ up`, `[N, I]`. With a kernel, the bits of a row do not depend on other rows.
+fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Tensor {
+    let by_kernel = match activation {
+        Activation::Silu => ffi::silu_times(gate, up),
+        Activation::GeluTanh => None,
+        Activation::ClampedSwiglu => {
+            let (gate, up) = reference::clamped(gate, up);
+            // g·sigmoid(α·g) is silu(α·g) / α.
+            ffi::silu_times(&(gate * SWIGLU_ALPHA), &(up / SWIGLU_ALPHA))
+        }
+    };
+    by_kernel.unwrap_or_else(|| reference::gated(gate, up, activation))
 }
 
 #[cfg(test)]

@@ -186,6 +186,16 @@ mod tests {
             }
         }
 
+        /// With biases and clamped gates.
+        fn like_gpt_oss(mut self) -> Self {
+            let biases =
+                |seed: u64| [(INNER, 0), (INNER, 100), (D, 200)].map(|(n, more)| values(&[n], seed + more));
+            for (expert, seed) in self.experts.iter_mut().zip(10..) {
+                expert.biases = Some(biases(seed));
+            }
+            Self { bias: Some(values(&[16], 6)), activation: Activation::ClampedSwiglu, ..self }
+        }
+
         fn run(&self, x: &Tensor, active: i64, scores: RouterScores) -> Tensor {
             let router = Router { weight: &self.router, bias: self.bias.as_ref(), active, scores };
             let (experts, activation) = (&self.experts, self.activation);
@@ -227,19 +237,13 @@ mod tests {
     fn biases_and_scores_of_the_chosen_experts_count() {
         let _no_grad = tch::no_grad_guard();
         let weights = stacked(16, Kind::Float);
-        let mut layer = Layer::new(&weights, Weight::Stored);
-        let bias = values(&[16], 6);
-        (layer.bias, layer.activation) = (Some(bias.shallow_clone()), Activation::ClampedSwiglu);
-        for (expert, seed) in layer.experts.iter_mut().zip(10..) {
-            let [gate, up, down] =
-                [(INNER, 0), (INNER, 100), (D, 200)].map(|(n, more)| values(&[n], seed + more));
-            expert.biases = Some([gate, up, down]);
-        }
+        let layer = Layer::new(&weights, Weight::Stored).like_gpt_oss();
+        let bias = layer.bias.as_ref().unwrap();
         let x = values(&[9, D], 5);
         let found = layer.run(&x, 4, RouterScores::SoftmaxOfChosen);
         for row in 0..9 {
             let own = x.narrow(0, row, 1);
-            let (chosen, experts) = own.linear(&weights[0], Some(&bias)).topk(4, -1, true, true);
+            let (chosen, experts) = own.linear(&weights[0], Some(bias)).topk(4, -1, true, true);
             let scores = chosen.softmax(-1, Kind::Float);
             let mut expected = Tensor::zeros([1, D], (Kind::Float, HOST));
             for place in 0..4 {
@@ -275,9 +279,10 @@ mod tests {
     #[cfg_attr(not(feature = "kernels"), ignore = "rows have the same bits in every batch with kernels only")]
     fn a_row_has_the_same_bits_alone_and_among_others() {
         let _no_grad = tch::no_grad_guard();
-        let layer = Layer::new(&stacked(16, Kind::Float), FORMS[1]);
+        let layer = || Layer::new(&stacked(16, Kind::Float), FORMS[1]);
         let x = values(&[21, D], 5);
-        for scores in SCORES {
+        let layers = [layer(), layer().like_gpt_oss()];
+        for (layer, scores) in layers.iter().flat_map(|layer| SCORES.map(|scores| (layer, scores))) {
             let all = layer.run(&x, 4, scores);
             for (first, count) in [(0, 1), (7, 1), (20, 1), (3, 5), (2, 19)] {
                 let alone = layer.run(&x.narrow(0, first, count), 4, scores);
