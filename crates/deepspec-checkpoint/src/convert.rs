@@ -191,7 +191,7 @@ fn tensor_from_target<'a>(
     dtype: Dtype,
 ) -> Result<TensorToWrite<'a>, CheckpointError> {
     let tensors = target.tensors();
-    let facts = tensors.get(theirs).ok_or_else(|| tensors.error(theirs, "missing in the target"))?;
+    let facts = target.metadata(theirs)?;
     let (shape, from) = (facts.shape.clone(), facts.dtype);
     let source = if from == dtype {
         TensorSource::Copy(tensors, theirs.into())
@@ -217,10 +217,7 @@ fn check_same_embed_or_head(
     to: &'static str,
 ) -> Result<(), CheckpointError> {
     let Some((name, own)) = source.find(end) else { return Ok(()) };
-    let other = target
-        .tensors()
-        .get(theirs)
-        .ok_or_else(|| target.tensors().error(theirs, "missing in the target"))?;
+    let other = target.metadata(theirs)?;
     if own.shape != other.shape {
         let reason = format!("`{end}` has shape {:?}, the target's {:?}", own.shape, other.shape);
         return Err(source.refused_error(to, reason));

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::fields::{Fields, read_object};
-use crate::{CheckpointError, Drafter, Tensors};
+use crate::{CheckpointError, Drafter, TensorMetadata, Tensors};
 
 /// Roles of special tokens and the config keys of their ids.
 const SPECIAL_TOKENS: [(&str, &str); 3] =
@@ -69,7 +69,11 @@ impl Target {
         let there = |(decoder_prefix, _): &(&str, &str)| {
             tensors.get(&format!("{decoder_prefix}embed_tokens.weight")).is_some()
         };
-        let (decoder_prefix, head) = known.into_iter().find(there).ok_or_else(|| {
+        let found = known.into_iter().find(there);
+        if found.is_none() {
+            tensors.check_readable("model.embed_tokens.weight")?;
+        }
+        let (decoder_prefix, head) = found.ok_or_else(|| {
             tensors.error("model.embed_tokens.weight", "missing; is this a language model with a head?")
         })?;
         Ok(Self {
@@ -121,6 +125,15 @@ impl Target {
     /// Tensors of the target.
     pub(crate) fn tensors(&self) -> &Tensors {
         &self.tensors
+    }
+
+    /// Metadata of a tensor.
+    ///
+    /// # Errors
+    /// If it is missing, or quantised in a way that is not read.
+    pub(crate) fn metadata(&self, name: &str) -> Result<&TensorMetadata, CheckpointError> {
+        self.tensors.check_readable(name)?;
+        self.tensors.get(name).ok_or_else(|| self.tensors.error(name, "missing in the target"))
     }
 
     /// Name of the target's embedding tensor.

@@ -7,11 +7,12 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use crate::gguf::{GGUF_LINK, Model, TensorType};
+use crate::numbers::to_float32;
 use deepspec_core::atomic::FileError;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
-use crate::quantised::{QuantisedTensor, QuantisedWeights};
+use crate::quantised::{QuantisedTensor, QuantisedWeights, Scope};
 use crate::{CheckpointError, shards};
 
 /// Maximum length of a safetensors header in bytes, the limit of the format.
@@ -39,6 +40,8 @@ pub struct Tensors {
     quantised: BTreeMap<String, QuantisedTensor>,
     /// Metadata of the stored tensors that they are made of.
     parts: BTreeMap<String, TensorMetadata>,
+    /// Why no quantised weight is shown.
+    unread_scheme: Option<String>,
 }
 
 enum TensorStorage {
@@ -83,23 +86,50 @@ impl Tensors {
     /// As [`Self::open`], and if the weights are quantised in a way that is not read.
     pub fn open_target(dir: &Path) -> Result<Self, CheckpointError> {
         let tensors = Self::open(dir)?;
-        match QuantisedWeights::read(dir)? {
+        match QuantisedWeights::read(dir, Scope::Whole)? {
             Some(weights) => tensors.dequantised(&weights, |_| true),
             None => Ok(tensors),
         }
     }
 
     /// As [`Self::open_target`], of the shards that are in `dir`. Layers stay as they are stored, in any format: a target that
-    /// runs elsewhere needs none.
+    /// runs elsewhere needs none. A scheme that is not read is an error of the tensors that need it
+    /// ([`Self::check_readable`]).
     ///
     /// # Errors
     /// As [`Self::open_present`], and if a quantised tensor outside the layers is damaged.
     pub fn open_target_present(dir: &Path) -> Result<Self, CheckpointError> {
         let tensors = Self::open_present(dir)?;
-        match QuantisedWeights::read(dir) {
+        match QuantisedWeights::read(dir, Scope::Outer) {
             Ok(Some(weights)) => tensors.dequantised(&weights, |name| !shards::is_layer_tensor(name)),
-            _ => Ok(tensors),
+            Ok(None) => Ok(tensors),
+            Err(error) => Ok(Self { unread_scheme: Some(error.to_string()), ..tensors }),
         }
+    }
+
+    /// Checks that a tensor can be read without the scheme of quantised weights, or that the scheme is read.
+    ///
+    /// # Errors
+    /// If the tensor is missing or quantised, and the scheme is not read: the error of the scheme.
+    pub fn check_readable(&self, name: &str) -> Result<(), CheckpointError> {
+        let is_plain = || self.get(name).is_some_and(|facts| is_readable(name, facts.dtype));
+        match &self.unread_scheme {
+            Some(problem) if !is_plain() => Err(self.error(name, problem)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the tensor is the bias of a quantised weight, with zeros only. AutoGPTQ stores one for every module.
+    ///
+    /// # Errors
+    /// If a file cannot be read.
+    pub fn is_zero_bias(&self, name: &str) -> Result<bool, CheckpointError> {
+        let module = name.strip_suffix(".bias");
+        if !module.is_some_and(|module| self.quantised.contains_key(&format!("{module}.weight"))) {
+            return Ok(false);
+        }
+        let (bytes, facts) = (self.bytes(name)?, self.required_metadata(name)?);
+        Ok(to_float32(&bytes, facts.dtype).is_some_and(|values| values.iter().all(|&value| value == 0.0)))
     }
 
     /// Shows quantised weights, of which one part is called such that `is_shown`, in place of the tensors that they are
@@ -166,8 +196,8 @@ impl Tensors {
     }
 
     fn new(dir: &Path, store: TensorStorage, facts: BTreeMap<String, TensorMetadata>) -> Self {
-        let (quantised, parts) = Default::default();
-        Self { dir: dir.to_path_buf(), store, facts, quantised, parts }
+        let (quantised, parts, unread_scheme) = Default::default();
+        Self { dir: dir.to_path_buf(), store, facts, quantised, parts, unread_scheme }
     }
 
     /// Reads all values and checks that none is NaN or infinite.

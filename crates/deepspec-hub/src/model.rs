@@ -144,6 +144,7 @@ fn is_small_model_file(file: &str) -> bool {
         CONFIG_FILE,
         "generation_config.json",
         "quantize_config.json",
+        "quant_config.json",
         "hf_quant_config.json",
         "special_tokens_map.json",
         "added_tokens.json",
@@ -180,6 +181,14 @@ fn read_shard_names(index: &Path, wanted: ModelFiles) -> Option<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn files_that_state_a_quantisation_are_downloaded() {
+        for file in ["quantize_config.json", "quant_config.json", "hf_quant_config.json"] {
+            assert!(is_small_model_file(file), "{file}");
+        }
+        assert!(!is_small_model_file("training_args.json"));
+    }
 
     #[test]
     fn shards_of_layers_alone_are_left_out() {

@@ -77,8 +77,12 @@ impl TargetModel {
         let b = Builder::from_checkpoint(&weights).with_packing();
         let model = Self::build(config, (embed, head), (names, &b), options);
         b.check()?;
-        let mut unread = weights.unread_names();
-        unread.retain(|name| !names.may_stay_unread(name, is_tied));
+        let mut unread = vec![];
+        for name in weights.unread_names() {
+            if !names.may_stay_unread(&name, is_tied) && !weights.is_zero_bias(&name)? {
+                unread.push(name);
+            }
+        }
         if unread.is_empty() {
             return Ok(model);
         }

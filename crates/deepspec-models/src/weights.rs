@@ -87,7 +87,8 @@ impl Weights {
     /// quantised weights become float32.
     ///
     /// # Errors
-    /// If no weights are there, or a file is truncated or no safetensors file.
+    /// If no weights are there, a file is truncated or no safetensors file, or a quantised tensor outside the layers is
+    /// damaged: its scales are missing, or do not fit.
     pub fn open_outer_tensors(
         dir: &Path,
         expected: impl Into<String>,
@@ -170,6 +171,14 @@ impl Weights {
         self.unread.borrow().clone()
     }
 
+    /// Whether the tensor is the bias of a quantised weight, with zeros only, so that a model without it computes the same.
+    ///
+    /// # Errors
+    /// If a file cannot be read.
+    pub fn is_zero_bias(&self, name: &str) -> Result<bool, ModelError> {
+        Ok(self.tensors.is_zero_bias(name)?)
+    }
+
     /// Reads a tensor of the given shape.
     ///
     /// # Errors
@@ -190,6 +199,7 @@ impl Weights {
 
     /// Reads the `rows` of a tensor of the given shape, along its first dimension.
     fn get_stored(&self, name: &str, shape: &[i64], rows: Range<i64>) -> Result<Tensor, ModelError> {
+        self.tensors.check_readable(name)?;
         let path = || self.tensors.dir().to_path_buf();
         let missing = || ModelError::MissingTensor {
             path: path(),

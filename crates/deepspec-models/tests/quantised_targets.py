@@ -218,6 +218,14 @@ def awq(config, weights, group_size):
     return stored, expected
 
 
+def draw_zero_points(words, bits, random, *, lowered):
+    """Fills words with random numbers. `lowered` ones are zero points less one: their greatest stands for none."""
+    words.zero_()
+    for place in range(0, 32, bits):
+        numbers = torch.randint(2**bits - lowered, words.shape, generator=random)
+        words |= (numbers << place).to(torch.int64).bitwise_and(0xFFFFFFFF).to(torch.uint32).view(torch.int32)
+
+
 def gptq(config, weights, *, bits, group_size, form="gptq", ordered=False):
     """`quant_method: gptq`, packed and unpacked by AutoRound. `ordered` then shuffles the columns."""
     from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
@@ -235,7 +243,7 @@ def gptq(config, weights, *, bits, group_size, form="gptq", ordered=False):
         scales, zero_points, _ = integers(weight, bits, layer.group_size)
         layer.pack(linear, scales.float(), zero_points.float(), device="cpu")
         if module.endswith("v_proj"):
-            layer.qzeros.random_(-(2**31), 2**31 - 1, generator=random)
+            draw_zero_points(layer.qzeros, bits, random, lowered=form == "gptq")
         state = layer.state_dict()
         layer.scales = layer.scales.float()
         value = layer(torch.eye(columns)).T

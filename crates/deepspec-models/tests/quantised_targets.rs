@@ -5,6 +5,7 @@
 
 mod common;
 
+use std::fs;
 use std::path::Path;
 use std::process::Command;
 
@@ -12,6 +13,7 @@ use common::tensor;
 use deepspec_engine::{ModelInput, Target};
 use deepspec_models::{TargetModel, TargetOptions, Weights};
 use deepspec_testkit::{golden, skip, tiny};
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 /// The logits after three tokens.
@@ -118,6 +120,35 @@ fn packed_and_transposed_weights_are_those_of_compressed_tensors_and_auto_round(
             "gptq_v2 int8 in order",
         ],
     );
+}
+
+/// AutoGPTQ stores a bias of zeros for every module. Biases with other values are refused by name.
+#[test]
+fn zero_biases_of_gptq_are_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny::qwen3(dir.path(), 40);
+    let (weights, config) = (dir.path().join("model.safetensors"), dir.path().join("config.json"));
+    let module = "model.layers.1.mlp.down_proj";
+    let mut tensors = Tensor::read_safetensors(&weights).unwrap();
+    let place = tensors.iter().position(|(name, _)| *name == format!("{module}.weight")).unwrap();
+    let [rows, columns] = tensors.remove(place).1.size()[..] else { panic!("no matrix") };
+    let zeros = |shape: [i64; 2]| Tensor::zeros(shape, (Kind::Int, Device::Cpu));
+    tensors.push((format!("{module}.qweight"), zeros([columns / 8, rows])));
+    tensors.push((format!("{module}.qzeros"), zeros([1, rows / 8])));
+    tensors.push((format!("{module}.scales"), Tensor::ones([1, rows], (Kind::Half, Device::Cpu))));
+    tensors.push((format!("{module}.bias"), Tensor::zeros([rows], (Kind::Half, Device::Cpu))));
+    Tensor::write_safetensors(&tensors, &weights).unwrap();
+    let mut edited: Value = serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
+    edited["quantization_config"] = json!({"quant_method": "gptq", "bits": 4, "group_size": -1});
+    fs::write(&config, edited.to_string()).unwrap();
+    assert!(bool::try_from(logits(dir.path(), Kind::Float).isfinite().all()).unwrap());
+
+    let (_, bias) = tensors.last_mut().unwrap();
+    let _ = bias.get(rows - 1).fill_(1.0);
+    Tensor::write_safetensors(&tensors, &weights).unwrap();
+    let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, taps: vec![] };
+    let told = TargetModel::load(dir.path(), &options).map(drop).unwrap_err().to_string();
+    assert!(told.contains("model.layers.1.mlp.down_proj.bias") && told.contains("no place"), "{told}");
 }
 
 /// Phi-4 stores three projections as one tensor, and two others as another.

@@ -4,10 +4,10 @@ use regex::Regex;
 use safetensors::Dtype;
 use serde_json::Value;
 
-use crate::quantised::TARGET_REMEDY;
-use crate::quantised::fp8::{WEIGHT, present, read_block};
 use crate::quantised::matrix::{Axis, Packing, SCALES, StoredMatrix, matrix_shape};
-use crate::quantised::tensor::{QuantisedTensor, ZeroPoints};
+use crate::quantised::module::{WEIGHT, check_bits, present, read_block};
+use crate::quantised::tensor::{GroupIndex, QuantisedTensor, ZeroPoints};
+use crate::quantised::{Scope, TARGET_REMEDY};
 use crate::{CheckpointError, Fields, Tensors, torch_dtype_name};
 
 /// Ending of packed weights.
@@ -30,6 +30,13 @@ pub(crate) struct CompressedTensors {
 struct Group {
     name: String,
     targets: Vec<Target>,
+    /// The scheme, or why it is not read. An error concerns the modules of the group alone.
+    scheme: Result<Scheme, String>,
+}
+
+/// How the modules of a group store their weights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Scheme {
     /// Whether numbers are packed into words.
     is_packed: bool,
     /// Whether numbers are float8, not integers.
@@ -39,8 +46,8 @@ struct Group {
     strategy: Strategy,
     /// Whether zero points are stored.
     has_zero_points: bool,
-    /// Whether columns may belong to any group.
-    is_ordered: bool,
+    /// Whether columns were quantised in activation order (`actorder`), so that each module needs `weight_g_idx`.
+    has_activation_order: bool,
 }
 
 /// The modules that a group is meant for.
@@ -53,7 +60,7 @@ enum Target {
 }
 
 /// The weights that share a scale.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Strategy {
     /// All.
     Tensor,
@@ -69,9 +76,9 @@ impl CompressedTensors {
     /// Reads `quantization_config`.
     ///
     /// # Errors
-    /// If a key is malformed or has a value that is not read.
-    pub fn read(fields: &Fields) -> Result<Self, CheckpointError> {
-        fields.require_text_if_present("quantization_status", "compressed")?;
+    /// If a key is malformed or has a value that is not read. For [`Scope::Outer`], a group that is not read is an error of
+    /// its modules.
+    pub fn read(fields: &Fields, scope: Scope) -> Result<Self, CheckpointError> {
         if let Some(sparsity) = fields.object("sparsity_config")? {
             sparsity.require_text_if_present("format", "dense")?;
         }
@@ -84,9 +91,12 @@ impl CompressedTensors {
         let mut groups = vec![];
         for name in all.map.keys() {
             let group = all.required_object(name)?;
-            if let Some(weights) = group.object("weights")? {
-                groups.push(Group::read(name, fields, &group, &weights)?);
-            }
+            let Some(weights) = group.object("weights")? else { continue };
+            let scheme = match Scheme::read(fields, &group, &weights) {
+                Err(error) if scope == Scope::Whole => return Err(error),
+                scheme => scheme.map_err(|error| error.to_string()),
+            };
+            groups.push(Group { name: name.clone(), targets: vec![], scheme });
         }
         // A single group is that of all quantised modules.
         if groups.len() > 1 {
@@ -97,11 +107,11 @@ impl CompressedTensors {
         Ok(Self { groups })
     }
 
-    /// The quantised weight whose numbers are the tensor `name`, and the plain weight's name; None if the tensor is no such
-    /// thing.
+    /// The quantised weight whose numbers are the tensor `name`, and the plain weight's name. None for every other tensor:
+    /// plain weights, scales, zero points, biases.
     ///
     /// # Errors
-    /// If other tensors of the module are missing, or do not fit.
+    /// If the module has no group, or two of different schemes. If other tensors of the module are missing, or do not fit.
     pub fn find(
         &self,
         tensors: &Tensors,
@@ -111,29 +121,44 @@ impl CompressedTensors {
         let packed = name.strip_suffix(PACKED_WEIGHT);
         let plain = name.strip_suffix(WEIGHT).filter(|_| matches!(facts.dtype, Dtype::F8_E4M3 | Dtype::I8));
         let Some(module) = packed.or(plain) else { return Ok(None) };
-        let group = self.group_of(module).ok_or_else(|| {
+        let groups = self.groups_of(module);
+        let group = groups.first().ok_or_else(|| {
             tensors.error(name, "none of `config_groups` targets this module, whose weight is quantised")
         })?;
-        if group.is_packed != packed.is_some() {
-            let (group, state) = (&group.name, if group.is_packed { "packed" } else { "not packed" });
+        // Engines choose differently between groups.
+        if let Some(other) = groups.iter().find(|other| other.scheme != group.scheme) {
+            let (first, second) = (&group.name, &other.name);
+            let problem = format!(
+                "`config_groups.{first}` and `config_groups.{second}` both target this module, with different \
+                 settings; name it in one of them only"
+            );
+            return Err(tensors.error(name, problem));
+        }
+        let scheme = group.scheme.as_ref().map_err(|problem| tensors.error(name, problem))?;
+        if scheme.is_packed != packed.is_some() {
+            let (group, state) = (&group.name, if scheme.is_packed { "packed" } else { "not packed" });
             return Err(tensors.error(name, format!("the weights of `config_groups.{group}` are {state}")));
         }
-        Ok(Some((format!("{module}{WEIGHT}"), group.weight(tensors, name, module)?)))
+        Ok(Some((format!("{module}{WEIGHT}"), scheme.weight(tensors, name, module)?)))
     }
 
-    /// The group of a module: by its name, else by its class.
-    fn group_of(&self, module: &str) -> Option<&Group> {
+    /// The groups of a module: those that target its name, else those that target its class.
+    fn groups_of(&self, module: &str) -> Vec<&Group> {
         if let [group] = &self.groups[..] {
-            return Some(group);
+            return vec![group];
         }
         let class = if module.ends_with("embed_tokens") { "Embedding" } else { "Linear" };
-        let with =
-            |fits: &dyn Fn(&Target) -> bool| self.groups.iter().find(|group| group.targets.iter().any(fits));
-        with(&|target| match target {
+        let with = |fits: &dyn Fn(&Target) -> bool| -> Vec<&Group> {
+            self.groups.iter().filter(|group| group.targets.iter().any(fits)).collect()
+        };
+        let named = with(&|target| match target {
             Target::Name(name) => name == module,
             Target::Pattern(pattern) => pattern.is_match(module),
-        })
-        .or_else(|| with(&|target| matches!(target, Target::Name(name) if name == class)))
+        });
+        if named.is_empty() {
+            return with(&|target| matches!(target, Target::Name(name) if name == class));
+        }
+        named
     }
 }
 
@@ -151,8 +176,8 @@ fn read_targets(group: &Fields) -> Result<Vec<Target>, CheckpointError> {
     group.texts("targets")?.unwrap_or_default().into_iter().map(read).collect()
 }
 
-impl Group {
-    fn read(name: &str, outer: &Fields, group: &Fields, weights: &Fields) -> Result<Self, CheckpointError> {
+impl Scheme {
+    fn read(outer: &Fields, group: &Fields, weights: &Fields) -> Result<Self, CheckpointError> {
         let is_own = group.text("format")?.is_some();
         let fields = if is_own { group } else { outer };
         let format = fields.text("format")?;
@@ -179,28 +204,15 @@ impl Group {
             }
         };
         let bits = weights.size("num_bits")?.unwrap_or(8);
-        let known: &[u32] = if is_float { &[8] } else { &[4, 8] };
-        if !known.contains(&bits) {
-            let expected = known.iter().map(u32::to_string).collect::<Vec<_>>().join(" or ");
-            return Err(weights.error("num_bits", format!("{bits} is not read; expected {expected}")));
-        }
-        let is_ordered =
+        let bits = check_bits(weights, "num_bits", bits, if is_float { &[8] } else { &[4, 8] })?;
+        let has_activation_order =
             matches!(weights.map.get("actorder").and_then(Value::as_str), Some("group" | "dynamic"));
         let has_zero_points = !weights.flag("symmetric")?.unwrap_or(true);
         if has_zero_points && is_float {
             return Err(weights.error("symmetric", "float8 weights have no zero points; expected true"));
         }
         let strategy = read_strategy(weights)?;
-        Ok(Self {
-            name: name.into(),
-            targets: vec![],
-            is_packed,
-            is_float,
-            bits,
-            strategy,
-            has_zero_points,
-            is_ordered,
-        })
+        Ok(Self { is_packed, is_float, bits, strategy, has_zero_points, has_activation_order })
     }
 
     /// The weight of a module, whose numbers are the tensor `name`.
@@ -210,7 +222,7 @@ impl Group {
         name: &str,
         module: &str,
     ) -> Result<QuantisedTensor, CheckpointError> {
-        let packing = |axis| Packing { bits: self.bits, axis, is_interleaved: false };
+        let packing = |axis| Packing { bits: self.bits, axis, is_interleaved: false, is_lowered: false };
         let numbers = if self.is_packed {
             let shape = read_shape(tensors, &format!("{module}.weight_shape"))?;
             StoredMatrix::packed(tensors, name.into(), shape, packing(Axis::Columns))?
@@ -235,6 +247,9 @@ impl Group {
         let middle = if self.is_packed { (1 << (self.bits - 1)) as f32 } else { 0.0 };
         let zero_points = format!("{module}.weight_zero_point");
         let zero_points = if !self.has_zero_points {
+            if tensors.get(&zero_points).is_some() {
+                return Err(tensors.error(&zero_points, "`symmetric` is true; expected no zero points"));
+            }
             ZeroPoints::Constant(middle)
         } else {
             let matrix = if self.is_packed {
@@ -242,12 +257,11 @@ impl Group {
             } else {
                 StoredMatrix::new(tensors, zero_points, grid, &[Dtype::I8])?
             };
-            ZeroPoints::Stored { matrix, added: 0.0 }
+            ZeroPoints::Stored(matrix)
         };
         let group_index = format!("{module}.weight_g_idx");
-        let group_index = (self.is_ordered || tensors.get(&group_index).is_some()).then_some(group_index);
-        let group_index =
-            group_index.map(|name| StoredMatrix::new(tensors, name, [columns, 1], &[Dtype::I32]));
+        let has_index = self.has_activation_order || tensors.get(&group_index).is_some();
+        let group_index = has_index.then(|| GroupIndex::new(tensors, group_index, columns));
         let mut unused = present(tensors, module, &INPUT_TENSORS);
         if self.is_packed {
             unused.push(format!("{module}.weight_shape"));
@@ -257,7 +271,7 @@ impl Group {
             block,
             scales,
             zero_points,
-            group_index: group_index.transpose()?,
+            group_index: group_index.transpose()?.map(GroupIndex::or_unset),
             unused,
         })
     }
@@ -276,8 +290,13 @@ fn read_strategy(weights: &Fields) -> Result<Strategy, CheckpointError> {
         (Some("group") | None, Some(size)) => Ok(Strategy::Group(size as usize)),
         (Some("group"), None) => Err(weights.error("group_size", "expected the columns of a group")),
         (Some("block"), _) => {
-            let block = read_block(weights, "block_structure")?;
-            Ok(Strategy::Block(weights.required("block_structure", block)?))
+            let key = "block_structure";
+            // Older versions write "128x128".
+            let block = match weights.map.get(key).and_then(Value::as_str).and_then(read_product) {
+                Some(block) => Some(block),
+                None => read_block(weights, key)?,
+            };
+            Ok(Strategy::Block(weights.required(key, block)?))
         }
         (Some(other), _) => {
             let problem =
@@ -285,6 +304,13 @@ fn read_strategy(weights: &Fields) -> Result<Strategy, CheckpointError> {
             Err(weights.error("strategy", problem))
         }
     }
+}
+
+/// Two positive numbers with an x between them.
+fn read_product(text: &str) -> Option<[usize; 2]> {
+    let (rows, columns) = text.split_once('x')?;
+    let read = |number: &str| number.trim().parse::<u32>().ok().filter(|&size| size > 0);
+    Some([read(rows)? as usize, read(columns)? as usize])
 }
 
 /// Rows and columns of a packed weight, the two integers of the tensor `name`.

@@ -3,11 +3,10 @@
 use safetensors::Dtype;
 
 use crate::quantised::matrix::{SCALES, StoredMatrix, matrix_shape};
+use crate::quantised::module::{WEIGHT, present, read_block};
 use crate::quantised::tensor::{QuantisedTensor, ZeroPoints};
 use crate::{CheckpointError, Fields, Tensors};
 
-/// Ending of the weights.
-pub(crate) const WEIGHT: &str = ".weight";
 /// Endings of the scales by which the weights are multiplied. `_inv` is the inverse of the factor of the quantisation.
 const SCALE_NAMES: [&str; 2] = [".weight_scale_inv", ".weight_scale"];
 /// Endings of the scales of a module's inputs.
@@ -30,7 +29,7 @@ impl Fp8 {
         Ok(Self { block: read_block(fields, "weight_block_size")? })
     }
 
-    /// The quantised weight whose numbers are the tensor `name`; None if the tensor is no such thing.
+    /// The quantised weight whose numbers are the tensor `name`. None for every other tensor: plain weights, scales, biases.
     ///
     /// # Errors
     /// If the scales are missing or do not fit.
@@ -56,25 +55,4 @@ impl Fp8 {
         let weight = QuantisedTensor { numbers, block, scales, zero_points, group_index: None, unused };
         Ok(Some((name.into(), weight)))
     }
-}
-
-/// Two positive numbers, rows and columns of a block.
-///
-/// # Errors
-/// If the value is something else.
-pub(crate) fn read_block(fields: &Fields, key: &str) -> Result<Option<[usize; 2]>, CheckpointError> {
-    match fields.integers(key)?.as_deref() {
-        None => Ok(None),
-        Some(&[rows, columns]) if rows > 0 && columns > 0 => Ok(Some([rows as usize, columns as usize])),
-        Some(found) => {
-            Err(fields
-                .error(key, format!("expected two positive numbers, rows and columns, found {found:?}")))
-        }
-    }
-}
-
-/// Names of the tensors of a module that are there, of those with these endings.
-pub(crate) fn present(tensors: &Tensors, module: &str, endings: &[&str]) -> Vec<String> {
-    let names = endings.iter().map(|ending| format!("{module}{ending}"));
-    names.filter(|name| tensors.get(name).is_some()).collect()
 }

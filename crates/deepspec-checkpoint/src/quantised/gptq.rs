@@ -4,12 +4,10 @@
 //! `scales [groups, out]` and `g_idx [in]`. AWQ packs `qweight [in, out·b/32]` along the other dimension, and interleaves the
 //! numbers of a word.
 
-use safetensors::Dtype;
-
 use crate::quantised::TARGET_REMEDY;
-use crate::quantised::fp8::WEIGHT;
 use crate::quantised::matrix::{Axis, Packing, SCALES, StoredMatrix, matrix_shape};
-use crate::quantised::tensor::{QuantisedTensor, ZeroPoints};
+use crate::quantised::module::{WEIGHT, check_bits};
+use crate::quantised::tensor::{GroupIndex, QuantisedTensor, ZeroPoints};
 use crate::{CheckpointError, Fields, Tensors};
 
 /// Ending of the packed numbers.
@@ -26,10 +24,10 @@ pub(crate) struct Gptq {
     group_size: Option<usize>,
     /// Whether the layout is that of AWQ.
     is_awq: bool,
-    /// What zero points are more than the stored numbers.
-    added: f32,
-    /// Whether each module has the group of every column.
-    is_ordered: bool,
+    /// Whether zero points are stored less one.
+    has_lowered_zero_points: bool,
+    /// Whether columns were quantised in activation order (`desc_act`), so that each module needs `g_idx`.
+    has_activation_order: bool,
 }
 
 impl Gptq {
@@ -59,8 +57,8 @@ impl Gptq {
             bits,
             group_size: read_group_size(fields, &["group_size"])?,
             is_awq: false,
-            added: if format.as_deref() == Some(GPTQ_V2) { 0.0 } else { 1.0 },
-            is_ordered: fields.flag("desc_act")?.unwrap_or(false),
+            has_lowered_zero_points: format.as_deref() != Some(GPTQ_V2),
+            has_activation_order: fields.flag("desc_act")?.unwrap_or(false),
         })
     }
 
@@ -75,11 +73,17 @@ impl Gptq {
             return Err(fields.error("backend", format!("\"llm-awq\" is not read; {TARGET_REMEDY}")));
         }
         let group_size = read_group_size(fields, &["group_size", "q_group_size"])?;
-        Ok(Self { bits, group_size, is_awq: true, added: 0.0, is_ordered: false })
+        Ok(Self {
+            bits,
+            group_size,
+            is_awq: true,
+            has_lowered_zero_points: false,
+            has_activation_order: false,
+        })
     }
 
-    /// The quantised weight whose numbers are the tensor `name`, and the plain weight's name; None if the tensor is no such
-    /// thing.
+    /// The quantised weight whose numbers are the tensor `name`, and the plain weight's name. None for every other tensor:
+    /// plain weights, scales, zero points, biases.
     ///
     /// # Errors
     /// If other tensors of the module are missing, or do not fit.
@@ -93,7 +97,8 @@ impl Gptq {
         let per_word = (u32::BITS / self.bits) as usize;
         let [inputs, outputs] =
             if self.is_awq { [first, second * per_word] } else { [first * per_word, second] };
-        let packing = |axis| Packing { bits: self.bits, axis, is_interleaved: self.is_awq };
+        let packing =
+            |axis| Packing { bits: self.bits, axis, is_interleaved: self.is_awq, is_lowered: false };
         let axis = if self.is_awq { Axis::Columns } else { Axis::Rows };
         let numbers = StoredMatrix::packed(tensors, name.into(), [inputs, outputs], packing(axis))?;
         let group_size = self.group_size.unwrap_or(inputs);
@@ -103,16 +108,16 @@ impl Gptq {
         }
         let grid = [inputs / group_size, outputs];
         let scales = StoredMatrix::new(tensors, format!("{module}.scales"), grid, &SCALES)?;
-        let zero_points =
-            StoredMatrix::packed(tensors, format!("{module}.qzeros"), grid, packing(Axis::Columns))?;
+        let lowered = Packing { is_lowered: self.has_lowered_zero_points, ..packing(Axis::Columns) };
+        let zero_points = StoredMatrix::packed(tensors, format!("{module}.qzeros"), grid, lowered)?;
         let index = format!("{module}.g_idx");
-        let has_index = self.is_ordered || tensors.get(&index).is_some();
-        let index = has_index.then(|| StoredMatrix::new(tensors, index, [inputs, 1], &[Dtype::I32]));
+        let has_index = self.has_activation_order || tensors.get(&index).is_some();
+        let index = has_index.then(|| GroupIndex::new(tensors, index, inputs));
         let weight = QuantisedTensor {
             numbers: numbers.transposed(),
             block: [1, group_size],
             scales: scales.transposed(),
-            zero_points: ZeroPoints::Stored { matrix: zero_points.transposed(), added: self.added },
+            zero_points: ZeroPoints::Stored(zero_points.transposed()),
             group_index: index.transpose()?,
             unused: vec![],
         };
@@ -129,11 +134,7 @@ fn present_key<'a>(fields: &Fields, keys: &[&'a str]) -> &'a str {
 fn read_bits(fields: &Fields, keys: &[&str], known: &[u32]) -> Result<u32, CheckpointError> {
     let key = present_key(fields, keys);
     let bits = fields.required_size(key)?;
-    if known.contains(&bits) {
-        return Ok(bits);
-    }
-    let expected = known.iter().map(u32::to_string).collect::<Vec<_>>().join(" or ");
-    Err(fields.error(key, format!("{bits} is not read; expected {expected}; {TARGET_REMEDY}")))
+    check_bits(fields, key, bits, known)
 }
 
 /// The format in lower case, one of `known`; None without the keys.

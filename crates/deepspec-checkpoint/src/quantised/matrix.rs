@@ -35,6 +35,9 @@ pub(crate) struct Packing {
     pub axis: Axis,
     /// Whether the numbers of a word alternate between its lower and its upper half, in AWQ's order.
     pub is_interleaved: bool,
+    /// Whether each number is stored less one, as GPTQ stores zero points. GPTQModel subtracts from whole words, so that
+    /// a 0 borrows from the next number. Adding to whole words undoes this.
+    pub is_lowered: bool,
 }
 
 /// A dimension of a matrix.
@@ -106,12 +109,15 @@ impl StoredMatrix {
 
     /// Reads the number at a row and a column from the bytes of the tensor. None if they are not packed.
     pub fn packed_reader(&self, bytes: &[u8]) -> Option<impl Fn(usize, usize) -> f32 + Sync> {
-        let Packing { bits, axis, is_interleaved } = self.packing?;
+        let Packing { bits, axis, is_interleaved, is_lowered } = self.packing?;
         let words = bytes.as_chunks::<4>().0;
         let stored = if self.is_transposed { [self.shape[1], self.shape[0]] } else { self.shape };
         let [_, width] = self.packing?.words(stored);
         let log2 = (WORD_BITS / bits).ilog2();
         let lanes = 1_usize << log2;
+        // A one in every number of a word.
+        let ones = u32::MAX / ((1 << bits) - 1);
+        let added = if is_lowered { ones } else { 0 };
         Some(move |row: usize, column: usize| {
             let (row, column) = if self.is_transposed { (column, row) } else { (row, column) };
             let (word, lane) = match axis {
@@ -119,7 +125,8 @@ impl StoredMatrix {
                 Axis::Columns => (row * width + (column >> log2), column % lanes),
             };
             let place = if is_interleaved { lane / 2 + lane % 2 * (lanes / 2) } else { lane };
-            (u32::from_le_bytes(words[word]) >> (bits * place as u32) & ((1 << bits) - 1)) as f32
+            let word = u32::from_le_bytes(words[word]).wrapping_add(added);
+            (word >> (bits * place as u32) & ((1 << bits) - 1)) as f32
         })
     }
 }

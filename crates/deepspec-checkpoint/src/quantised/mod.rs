@@ -12,6 +12,7 @@ mod float8;
 mod fp8;
 mod gptq;
 mod matrix;
+mod module;
 mod tensor;
 
 use std::path::Path;
@@ -27,11 +28,20 @@ pub(crate) use tensor::QuantisedTensor;
 
 /// Keys of a config that hold the scheme.
 const CONFIG_KEYS: [&str; 2] = ["quantization_config", "compression_config"];
-/// Files beside config.json in which AutoGPTQ and ModelOpt state a scheme.
-const OTHER_FILES: [&str; 2] = ["quantize_config.json", "hf_quant_config.json"];
-/// What to do with a target that is not read.
+/// Files beside config.json in which AutoGPTQ, AutoAWQ and ModelOpt state a scheme.
+const OTHER_FILES: [&str; 3] = ["quantize_config.json", "quant_config.json", "hf_quant_config.json"];
+/// Remedies for a target that is not read.
 const TARGET_REMEDY: &str = "use the same model in bfloat16, or let a server compute its hidden states and answers: \
      `data.states: {server: URL}` and `deepspec-data regenerate --server URL`";
+
+/// The tensors of a target that are wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Scope {
+    /// All, to run the target.
+    Whole,
+    /// Those outside the layers: embedding, final norm and LM head.
+    Outer,
+}
 
 /// How the quantised modules of a target store their weights.
 #[derive(Debug)]
@@ -49,7 +59,7 @@ impl QuantisedWeights {
     ///
     /// # Errors
     /// If the scheme is not supported, with method, key and remedy.
-    pub fn read(dir: &Path) -> Result<Option<Self>, CheckpointError> {
+    pub fn read(dir: &Path, scope: Scope) -> Result<Option<Self>, CheckpointError> {
         let path = dir.join("config.json");
         let map = if path.is_file() { read_object(&path)? } else { Map::new() };
         let outer = Fields::new(&path, &map);
@@ -57,14 +67,18 @@ impl QuantisedWeights {
         for fields in [Some(&outer), text.as_ref()].into_iter().flatten() {
             for key in CONFIG_KEYS {
                 if let Some(scheme) = fields.object(key)? {
-                    return Self::parse(&scheme).map(Some);
+                    return Self::parse(&scheme, None, scope).map(Some);
                 }
             }
         }
-        let [of_gptq, of_modelopt] = OTHER_FILES.map(|name| dir.join(name));
-        if of_gptq.is_file() {
-            let map = read_object(&of_gptq)?;
-            return Gptq::read_gptq(&Fields::new(&of_gptq, &map)).map(|scheme| Some(Self::Gptq(scheme)));
+        let [of_gptq, of_awq, of_modelopt] = OTHER_FILES.map(|name| dir.join(name));
+        for (path, usual) in [(&of_awq, "awq"), (&of_gptq, "gptq")] {
+            if path.is_file() {
+                let map = read_object(path)?;
+                // AutoGPTQ names no method, and has other keys than AutoAWQ.
+                let usual = if map.contains_key("w_bit") { "awq" } else { usual };
+                return Self::parse(&Fields::new(path, &map), Some(usual), scope).map(Some);
+            }
         }
         if of_modelopt.is_file() {
             let problem = format!("weights of ModelOpt are not read; {TARGET_REMEDY}");
@@ -73,14 +87,23 @@ impl QuantisedWeights {
         Ok(None)
     }
 
-    fn parse(fields: &Fields) -> Result<Self, CheckpointError> {
-        if fields.map.get("kv_cache_scheme").is_some_and(|scheme| !scheme.is_null()) {
+    /// Reads a scheme; `usual` is the method of a file that names none.
+    fn parse(fields: &Fields, usual: Option<&str>, scope: Scope) -> Result<Self, CheckpointError> {
+        let has_cache_scheme = fields.map.get("kv_cache_scheme").is_some_and(|scheme| !scheme.is_null());
+        // Embedding and LM head are the same with every cache.
+        if has_cache_scheme && scope == Scope::Whole {
             let problem = format!("keys and values of quantised caches are not computed; {TARGET_REMEDY}");
             return Err(fields.error("kv_cache_scheme", problem));
         }
-        match method(fields.map) {
+        let found = match usual {
+            Some(usual) => Some(("quant_method", fields.text("quant_method")?.unwrap_or(usual))),
+            None => method(fields.map),
+        };
+        match found {
             Some((_, "fp8")) => Fp8::read(fields).map(Self::Fp8),
-            Some((_, "compressed-tensors")) => CompressedTensors::read(fields).map(Self::CompressedTensors),
+            Some((_, "compressed-tensors")) => {
+                CompressedTensors::read(fields, scope).map(Self::CompressedTensors)
+            }
             Some((_, "gptq")) => Gptq::read_gptq(fields).map(Self::Gptq),
             Some((_, "awq")) => Gptq::read_awq(fields).map(Self::Gptq),
             Some((key, other)) => {

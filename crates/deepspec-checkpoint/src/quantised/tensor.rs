@@ -22,8 +22,8 @@ pub(crate) struct QuantisedTensor {
     pub scales: StoredMatrix,
     /// z.
     pub zero_points: ZeroPoints,
-    /// The block of each column, `[columns]` in int32; None if they are in order.
-    pub group_index: Option<StoredMatrix>,
+    /// The block of each column; None if they are in order.
+    pub group_index: Option<GroupIndex>,
     /// Other tensors of the module. They quantise its inputs or repeat its shape.
     pub unused: Vec<String>,
 }
@@ -34,22 +34,43 @@ pub(crate) enum ZeroPoints {
     /// One for all.
     Constant(f32),
     /// One for each scale.
-    Stored {
-        /// The stored numbers.
-        matrix: StoredMatrix,
-        /// What the zero points are more than those. As in AutoRound, the sum may be greater than any number.
-        added: f32,
-    },
+    Stored(StoredMatrix),
+}
+
+/// The block of each column of a weight, for columns that were quantised in activation order.
+#[derive(Debug)]
+pub(crate) struct GroupIndex {
+    /// The blocks, `[columns]` in int32.
+    matrix: StoredMatrix,
+    /// Whether -1 for every column means that they are in order, as in older versions of compressed-tensors.
+    may_be_unset: bool,
+}
+
+impl GroupIndex {
+    /// The tensor `name` with the blocks of that many columns.
+    ///
+    /// # Errors
+    /// If the tensor is missing, or has another shape or dtype.
+    pub fn new(tensors: &Tensors, name: String, columns: usize) -> Result<Self, CheckpointError> {
+        let matrix = StoredMatrix::new(tensors, name, [columns, 1], &[Dtype::I32])?;
+        Ok(Self { matrix, may_be_unset: false })
+    }
+
+    /// An index whose columns are in order if all are -1.
+    pub fn or_unset(self) -> Self {
+        Self { may_be_unset: true, ..self }
+    }
 }
 
 impl QuantisedTensor {
     /// Names of the stored tensors.
     pub fn parts(&self) -> impl Iterator<Item = &str> {
         let zero_points = match &self.zero_points {
-            ZeroPoints::Stored { matrix, .. } => Some(matrix),
+            ZeroPoints::Stored(matrix) => Some(matrix),
             ZeroPoints::Constant(_) => None,
         };
-        let matrices = [&self.numbers, &self.scales].into_iter().chain(zero_points).chain(&self.group_index);
+        let index = self.group_index.as_ref().map(|index| &index.matrix);
+        let matrices = [&self.numbers, &self.scales].into_iter().chain(zero_points).chain(index);
         matrices.map(|matrix| &matrix.name).chain(&self.unused).map(String::as_str)
     }
 
@@ -68,9 +89,7 @@ impl QuantisedTensor {
         let scales = self.scales.read(tensors)?;
         let zero_points = match &self.zero_points {
             ZeroPoints::Constant(zero_point) => vec![*zero_point; scales.len()],
-            ZeroPoints::Stored { matrix, added } => {
-                matrix.read(tensors)?.into_iter().map(|number| number + added).collect()
-            }
+            ZeroPoints::Stored(matrix) => matrix.read(tensors)?,
         };
         let blocks = Blocks { scales, zero_points, of_column: self.blocks_of_columns(tensors)? };
         let bytes = tensors.stored_bytes(&self.numbers.name)?;
@@ -88,11 +107,15 @@ impl QuantisedTensor {
     /// The block of each column.
     fn blocks_of_columns(&self, tensors: &Tensors) -> Result<Vec<usize>, CheckpointError> {
         let (columns, blocks) = (self.numbers.shape[1], self.scales.shape[1]);
-        let Some(index) = &self.group_index else {
-            return Ok((0..columns).map(|column| column / self.block[1]).collect());
+        let in_order = || (0..columns).map(|column| column / self.block[1]).collect();
+        let Some(GroupIndex { matrix: index, may_be_unset }) = &self.group_index else {
+            return Ok(in_order());
         };
         let bytes = tensors.stored_bytes(&index.name)?;
         let words = bytes.as_chunks::<4>().0.iter().map(|&word| i32::from_le_bytes(word));
+        if *may_be_unset && words.clone().all(|block| block == -1) {
+            return Ok(in_order());
+        }
         let read = |block: i32| usize::try_from(block).ok().filter(|block| *block < blocks).ok_or(block);
         words.map(read).collect::<Result<_, i32>>().map_err(|block| {
             tensors.error(&index.name, format!("it has the group {block}; the weight has {blocks} groups"))
