@@ -340,6 +340,28 @@ fn quantised_targets_answer_as_the_plain_weights_that_they_stand_for() {
     assert_eq!(found, expected);
 }
 
+/// A quantised language model drafts as its plain weights do. Other quantised drafters are refused.
+#[test]
+fn quantised_language_models_draft_and_quantised_drafters_do_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let [int8, plain] = ["int8", "plain"].map(|name| copy(&target_dir(), dir.path().join(name)));
+    write_int8_and_plain(&int8, &plain);
+    let [found, expected] = [&int8, &plain].map(|draft| {
+        let out = draft.join("run");
+        let output = run_on(&target_dir(), draft.to_str().unwrap(), &out, &FEW);
+        assert!(output.status.success(), "{}", said(&output));
+        answers(&out)
+    });
+    assert_eq!(found, expected);
+    let draft = dir.path().join("draft");
+    write_drafter(&draft, dflash(), |_, tensor| tensor);
+    edit(&draft.join("config.json"), |config| config["quantization_config"] = json!({"quant_method": "fp8"}));
+    let output = run_on(&target_dir(), draft.to_str().unwrap(), &dir.path().join("run"), &FEW);
+    assert!(!output.status.success());
+    let told = said(&output);
+    assert!(told.contains("(fp8)") && told.contains("use the drafter in bfloat16"), "{told}");
+}
+
 #[test]
 fn weights_that_are_not_read_are_named_with_the_remedy() {
     let dir = tempfile::tempdir().unwrap();

@@ -128,9 +128,15 @@ fn resolve_settings(
     place: DeviceAndDtype,
     drafter: Option<&dyn Drafter>,
 ) -> anyhow::Result<Settings> {
-    let folders = [target_dir, draft_dir].into_iter().flatten();
-    let open = |dir: &Path| Weights::open_target(dir, "a model", place.device, place.kind);
-    let values = folders.map(|dir| Ok(open(dir)?.value_count())).sum::<Result<usize, ModelError>>()?;
+    let of_target = |dir| Weights::open_target(dir, "a model", place.device, place.kind);
+    // A language model that drafts is read as a target is.
+    let of_drafter = |dir| match deepspec_drafters::is_language_model(dir)? {
+        true => of_target(dir),
+        false => Weights::open(dir, "a drafter", place.device, place.kind),
+    };
+    let weights = [target_dir.map(of_target), draft_dir.map(of_drafter)];
+    let values = weights.into_iter().flatten().map(|weights| Ok(weights?.value_count()));
+    let values = values.sum::<Result<usize, ModelError>>()?;
     let calibration = match (&args.calibration, draft_dir) {
         (Some(file), Some(draft)) => Some(Calibration::read(file)?.into_temperatures_for(file, draft)?),
         _ => None,
