@@ -16,6 +16,7 @@ mod draft_tree;
 mod error;
 mod ffi;
 mod free_memory;
+mod gated_delta_net;
 mod gated_mlp;
 mod grad;
 pub mod kv_attention;
@@ -46,6 +47,9 @@ pub use ffi::{
     take_gradient,
 };
 pub use free_memory::free_memory;
+pub use gated_delta_net::{
+    GatedDeltaCache, GatedDeltaInputs, GatedDeltaSpec, GatedDeltaWeights, MAX_ROLLBACK_TOKENS,
+};
 pub use gated_mlp::{Activation, GatedMlp, gated_mlp};
 pub use grad::{EmbeddingGrad, EmbeddingGradSlices, GradSum, grad_or_zeros};
 pub use linear::{PackedWeight, Weight, linear};

@@ -83,7 +83,7 @@ pub struct Yarn {
 pub struct RopeSpec {
     /// θ, base of the frequencies.
     pub theta: f64,
-    /// D.
+    /// D, or the number of channels that rotate, from the first one, where that is a part of a head.
     pub head_dim: i64,
     /// Scaling of the frequencies.
     pub scaling: Scaling,

@@ -189,9 +189,16 @@ impl Rotation {
         [&self.cos, &self.sin]
     }
 
-    /// Rotates `x [N, heads, D]`; value `i` and value `i + D/2` of a head are one pair.
+    /// Rotates `x [N, heads, D]`; value `i` and value `i + D/2` of a head are one pair. Of wider heads, the first D
+    /// channels rotate.
     pub fn rotate(&self, x: &Tensor) -> Tensor {
-        super::rope(x, &self.cos, &self.sin)
+        let (rotated, width) = (2 * self.cos.size()[2], x.size()[2]);
+        if rotated == width {
+            return super::rope(x, &self.cos, &self.sin);
+        }
+        let first = x.narrow(2, 0, rotated).contiguous();
+        let first = super::rope(&first, &self.cos, &self.sin);
+        Tensor::cat(&[first, x.narrow(2, rotated, width - rotated)], 2)
     }
 }
 
