@@ -112,10 +112,11 @@ impl EvalPrompts {
         let (head, drafter) =
             if (device, kind) == (Device::Cpu, Kind::Float) { (head, head + drafter) } else { (0, 0) };
         let kv_cache_numel = source.config.kv_cache_numel(self.eval.slots, longest);
+        let states = source.config.linear_attention_bytes(self.eval.slots, kind) as u64;
         let judged = (self.eval.slots * (drafts + 1)) as u64 * source.config.vocab_size as u64;
         Ok(EvaluationBytes {
             always: bytes_of(weights + head, kind),
-            decoding: bytes_of(drafter + kv_cache_numel, kind) + judged * VERIFY_BYTES_PER_LOGIT,
+            decoding: bytes_of(drafter + kv_cache_numel, kind) + states + judged * VERIFY_BYTES_PER_LOGIT,
         })
     }
 }

@@ -160,7 +160,7 @@ impl Plan<'_> {
             device_name(device),
             dtype_name(dtype),
             size(self.target_weight_count()?),
-            size(self.kv_cache_numel()),
+            format_megabytes(self.kv_cache_bytes() as f64),
         ))
     }
 
@@ -173,7 +173,7 @@ impl Plan<'_> {
 
     /// Bytes of the resident target: its weights and KV cache.
     fn resident_target_bytes(&self) -> Result<u64, ModelError> {
-        Ok(bytes_of(self.target_weight_count()? + self.kv_cache_numel(), self.runtime.dtype))
+        Ok(bytes_of(self.target_weight_count()?, self.runtime.dtype) + self.kv_cache_bytes())
     }
 
     /// Counts the target's tokens and forwards in the first epoch. Later epochs have about as many
@@ -195,9 +195,13 @@ impl Plan<'_> {
         passes
     }
 
-    /// Values in the target's KV cache if all sequences are as long as the longest sample.
-    fn kv_cache_numel(&self) -> usize {
-        self.costs.target.kv_cache_numel(self.forward_budget().sequences, self.longest_sample())
+    /// Bytes of the target's KV cache, and of its states in linear attention, if all sequences are as long as the
+    /// longest sample.
+    fn kv_cache_bytes(&self) -> u64 {
+        let (target, dtype) = (&self.costs.target, self.runtime.dtype);
+        let sequences = self.forward_budget().sequences;
+        bytes_of(target.kv_cache_numel(sequences, self.longest_sample()), dtype)
+            + target.linear_attention_bytes(sequences, dtype) as u64
     }
 
     fn forward_budget(&self) -> ForwardLimits {

@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn the_built_in_sizes_are_those_of_known_families() {
-        let layers = [36, 36, 40, 48, 48, 24];
+        let layers = [36, 36, 40, 48, 48, 24, 32];
         assert_eq!(built_in_configs().count(), layers.len());
         for ((id, text), layers) in built_in_configs().zip(layers) {
             let config = ModelConfig::parse(Path::new(id), serde_json::from_str(text).unwrap()).unwrap();

@@ -31,7 +31,10 @@ fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
             ["domino", "mtp", "peagle", "xpress"]
                 .map(|algorithm| (algorithm, "qwen3_4b", path(algorithm, "qwen3_4b"))),
         )
-        .chain(["qwen3_30b_a3b", "gpt_oss_20b"].map(|target| ("dspark", target, path("dspark", target))))
+        .chain(
+            ["qwen3_30b_a3b", "gpt_oss_20b", "qwen3_5_4b"]
+                .map(|target| ("dspark", target, path("dspark", target))),
+        )
         .collect()
 }
 
@@ -40,7 +43,7 @@ fn small_target(dir: &Path, target: &str) {
     let path = workspace().join("configs/shapes").join(format!("{target}.json"));
     let mut config: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     let gemma = target.starts_with("gemma");
-    let sizes = if gemma { &mut config["text_config"] } else { &mut config };
+    let sizes = if config["text_config"].is_object() { &mut config["text_config"] } else { &mut config };
     for (key, size) in [
         ("hidden_size", 32),
         ("intermediate_size", 48),
@@ -81,6 +84,7 @@ fn all_of_the_reference_are_there_and_some_more() {
             "qwen3_8b" => ("Qwen/Qwen3-8B", [1, 9, 17, 25, 33], 151_669),
             "qwen3_14b" => ("Qwen/Qwen3-14B", [1, 10, 19, 28, 37], 151_669),
             "qwen3_30b_a3b" => ("Qwen/Qwen3-30B-A3B", [1, 12, 23, 34, 45], 151_669),
+            "qwen3_5_4b" => ("Qwen/Qwen3.5-4B", [1, 8, 15, 22, 29], 248_070),
             "gpt_oss_20b" => ("openai/gpt-oss-20b", [1, 6, 11, 16, 21], 200_000),
             _ => ("google/gemma-4-12B-it", [5, 17, 29, 41, 46], 4),
         };

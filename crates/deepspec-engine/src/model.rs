@@ -32,6 +32,11 @@ pub trait Target {
     /// Cuts the KV cache of `slot` to its first `len` tokens, which rolls rejected drafts back.
     /// After a cut to 0, data left in the cache must not affect the slot's next sequence.
     fn truncate(&mut self, slot: usize, len: usize);
+    /// Maximum tokens of a forward that [`Target::truncate`] can cut off again, all or some of them; None without a
+    /// limit. A cut to 0 is always possible. Recurrent states have a limit, because they cannot be cropped.
+    fn max_rollback(&self) -> Option<usize> {
+        None
+    }
     /// Bytes of the KV cache of a sequence of up to `tokens` tokens.
     fn kv_cache_bytes(&self, _tokens: usize) -> u64 {
         0
@@ -71,6 +76,10 @@ impl<T: Target> Target for &mut T {
 
     fn truncate(&mut self, slot: usize, len: usize) {
         (**self).truncate(slot, len);
+    }
+
+    fn max_rollback(&self) -> Option<usize> {
+        (**self).max_rollback()
     }
 
     fn kv_cache_bytes(&self, tokens: usize) -> u64 {

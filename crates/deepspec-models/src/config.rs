@@ -9,9 +9,10 @@ use deepspec_cost::estimate::{AttentionSize, ExpertsSize, ModelSize};
 use deepspec_ops::kv_attention::row_capacity;
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
+use tch::Kind;
 
 use crate::ModelError;
-use crate::nn::{self, Heads, LayerSpec, NormWeight};
+use crate::nn::{Heads, LayerSpec, NormWeight};
 use crate::weights::FusedTensor;
 
 /// Maximum number of decoder layers. A larger number is a mistake in the config, and would exhaust memory.
@@ -103,10 +104,21 @@ pub fn read_json(dir: &Path) -> Result<(PathBuf, Map<String, Value>), ModelError
 }
 
 impl ModelConfig {
+    /// Layers with attention.
+    fn attention_layers(&self) -> impl Iterator<Item = &LayerSpec> {
+        self.layers.iter().filter(|layer| layer.gated_delta.is_none())
+    }
+
+    /// Bytes of the states of `slots` sequences in layers with linear attention, whatever the sequences' lengths.
+    pub fn linear_attention_bytes(&self, slots: usize, kind: Kind) -> usize {
+        let specs = self.layers.iter().filter_map(|layer| layer.gated_delta);
+        slots * specs.map(|spec| spec.sequence_bytes(kind)).sum::<usize>()
+    }
+
     /// Number of values in the KV cache of `slots` sequences of up to `tokens` tokens, including the padding of
     /// their rows.
     pub fn kv_cache_numel(&self, slots: usize, tokens: usize) -> usize {
-        let heads = self.layers.iter().map(|layer| layer.attention.heads);
+        let heads = self.attention_layers().map(|layer| layer.attention.heads);
         let row: usize = heads.map(|heads| 2 * heads.key_value as usize * heads.dim as usize).sum();
         slots * row_capacity(tokens) * row
     }
@@ -114,11 +126,7 @@ impl ModelConfig {
     /// Number of weights of embedding, head and projections. Norms are not counted: they are less than a thousandth of
     /// the weights.
     pub fn weight_count(&self) -> usize {
-        let projections = |layer: &LayerSpec| {
-            let Heads { query, key_value, dim } = layer.attention.heads;
-            let values = if layer.value == nn::ValueSource::SharesKey { 0 } else { key_value };
-            layer.hidden_size * dim * (2 * query + key_value + values) + layer.mlp_weights()
-        };
+        let projections = |layer: &LayerSpec| layer.mixer_weights() + layer.mlp_weights();
         let ends = if self.tie_word_embeddings { 1 } else { 2 };
         let layers: i64 = self.layers.iter().map(projections).sum();
         (layers + ends * self.vocab_size * self.hidden_size) as usize
@@ -138,7 +146,7 @@ impl ModelConfig {
 
     /// Sizes for cost estimates.
     pub fn model_size(&self) -> ModelSize {
-        let layers = self.layers.iter().map(|layer| {
+        let layers = self.attention_layers().map(|layer| {
             let Heads { query, key_value, dim } = layer.attention.heads;
             AttentionSize {
                 query_heads: query as usize,

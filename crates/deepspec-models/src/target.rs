@@ -7,12 +7,13 @@ use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
 use deepspec_engine::{ModelInput, ModelOutput, Target, TreeTarget};
 use deepspec_ops::kv_attention::{AttentionPlan, Chunk, KvCache, MaskKind};
-use deepspec_ops::{DraftTree, PackedWeight, cat_row_runs};
+use deepspec_ops::{DraftTree, GatedDeltaCache, MAX_ROLLBACK_TOKENS, PackedWeight, cat_row_runs};
 use tch::{Device, Kind, Tensor};
 
 use crate::families::TensorNames;
 use crate::nn::{
-    AttentionSpec, Builder, DecoderLayer, EmbedHead, RmsNorm, RotaryEmbeddings, StateDict, Weight,
+    AttentionSpec, Builder, DecoderLayer, EmbedHead, LinearAttentionLayer, RmsNorm, RotaryEmbeddings,
+    StateDict, Weight,
 };
 use crate::{ModelConfig, ModelError, Weights};
 
@@ -37,16 +38,25 @@ pub struct TargetOptions {
     pub taps: Vec<Tap>,
 }
 
+/// A layer, and its index among the layers of its kind, which share a cache.
+enum TargetLayer {
+    Attention(DecoderLayer, usize),
+    LinearAttention(LinearAttentionLayer, usize),
+}
+
 /// A causal language model of any family.
 pub struct TargetModel {
     config: ModelConfig,
     vocabulary: EmbedHead,
     /// The packed LM head, made when logits are first computed. Capturing hidden states does not need it.
     packed_head: OnceCell<Weight>,
-    layers: Vec<DecoderLayer>,
+    layers: Vec<TargetLayer>,
     norm: RmsNorm,
     ropes: RotaryEmbeddings,
+    /// Keys and values of the layers with attention.
     cache: KvCache,
+    /// States of the layers with linear attention.
+    states: GatedDeltaCache,
     taps: Vec<Tap>,
     kind: Kind,
     device: Device,
@@ -117,22 +127,31 @@ impl TargetModel {
         options: &TargetOptions,
     ) -> Self {
         let (kind, device) = (options.kind, options.device);
-        let layers = config
-            .layers
-            .iter()
-            .enumerate()
-            .map(|(i, spec)| DecoderLayer::new(b, &format!("{}layers.{i}", names.body), spec))
-            .collect::<Vec<_>>();
+        let (mut layers, mut attentions, mut recurrent) = (vec![], Vec::<AttentionSpec>::new(), vec![]);
+        for (i, spec) in config.layers.iter().enumerate() {
+            let name = format!("{}layers.{i}", names.body);
+            layers.push(match spec.gated_delta {
+                Some(mixer) => {
+                    recurrent.push(mixer);
+                    let layer = LinearAttentionLayer::new(b, &name, spec, mixer);
+                    TargetLayer::LinearAttention(layer, recurrent.len() - 1)
+                }
+                None => {
+                    attentions.push(spec.attention);
+                    TargetLayer::Attention(DecoderLayer::new(b, &name, spec), attentions.len() - 1)
+                }
+            });
+        }
         let (size, eps, form) = (config.hidden_size, config.rms_norm_eps, config.norm_weight);
         let norm = RmsNorm::with_weight(b, &format!("{}norm", names.body), size, eps, form);
         let norm = norm.scaled(config.logit_scale);
-        let attentions: Vec<AttentionSpec> = config.layers.iter().map(|layer| layer.attention).collect();
         Self {
             vocabulary: EmbedHead::new(embed, Weight::Stored(head), config.embed_scale, config.logit_softcap),
             packed_head: OnceCell::new(),
             norm,
             ropes: RotaryEmbeddings::new(&config.layers, device),
             cache: KvCache::new(&attentions, options.slots, kind, device),
+            states: GatedDeltaCache::new(recurrent, options.slots, kind, device),
             taps: options.taps.clone(),
             config,
             layers,
@@ -214,12 +233,19 @@ impl TargetModel {
             captured.push(x.shallow_clone());
         }
         for (i, layer) in self.layers.iter().enumerate() {
-            x = layer.forward((&x).into(), rotations.layer(i), &mut self.cache.attention(i, plan), None);
+            x = match layer {
+                TargetLayer::Attention(layer, own) => {
+                    let attention = &mut self.cache.attention(*own, plan);
+                    layer.forward((&x).into(), rotations.layer(i), attention, None)
+                }
+                TargetLayer::LinearAttention(layer, own) => layer.forward(&x, &mut self.states, *own, chunks),
+            };
             if self.taps.contains(&Tap::Layer(i as u32)) {
                 captured.push(x.shallow_clone());
             }
         }
         self.cache.commit_chunks(chunks);
+        self.states.commit_chunks(chunks);
         let taps = if captured.is_empty() {
             Tensor::zeros([x.size()[0], 0], (self.kind, self.device))
         } else {
@@ -237,7 +263,9 @@ impl TargetModel {
             let mlp = layer.experts.map_or(3 * layer.intermediate_size, |experts| {
                 3 * experts.width + 4 * layer.hidden_size + 2 * experts.count
             });
-            mlp + 4 * (heads.query + heads.key_value) * heads.dim
+            // Inputs and outputs of Gated DeltaNet are in float32, beside those of the dtype.
+            let linear = layer.gated_delta.map_or(0, |spec| 4 * (spec.channels() + spec.value_width()));
+            mlp + (4 * (heads.query + heads.key_value) * heads.dim).max(linear)
         };
         let widest = self.config.layers.iter().map(layer).max().unwrap_or(0);
         let row = widest + (6 + 2 * self.taps.len() as i64) * self.config.hidden_size;
@@ -260,10 +288,15 @@ impl Target for TargetModel {
 
     fn truncate(&mut self, slot: usize, len: usize) {
         self.cache.truncate(slot, len);
+        self.states.truncate(slot, len);
+    }
+
+    fn max_rollback(&self) -> Option<usize> {
+        (!self.states.is_empty()).then_some(MAX_ROLLBACK_TOKENS)
     }
 
     fn kv_cache_bytes(&self, tokens: usize) -> u64 {
-        self.cache.kv_cache_bytes(tokens) as u64
+        (self.cache.kv_cache_bytes(tokens) + self.states.sequence_bytes()) as u64
     }
 
     fn free_cached_memory(&mut self) {
@@ -279,7 +312,8 @@ impl Target for TargetModel {
     }
 
     fn as_tree_target(&mut self) -> Option<&mut dyn TreeTarget> {
-        Some(self)
+        // The state of linear attention holds one path.
+        if self.states.is_empty() { Some(self) } else { None }
     }
 }
 

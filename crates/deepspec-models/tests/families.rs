@@ -3,7 +3,9 @@
 
 use std::path::Path;
 
-use deepspec_models::nn::{ExpertTensors, ExpertsSpec, RouterScores, Scaling};
+use deepspec_models::nn::{
+    ExpertTensors, ExpertsSpec, GatedDeltaSpec, Heads, NormWeight, RouterScores, Scaling,
+};
 use deepspec_models::{ModelConfig, stop_ids};
 use deepspec_testkit::golden;
 use serde_json::{Map, Value, json};
@@ -359,6 +361,98 @@ fn gpt_oss_in_both_spellings() {
         own[key] = value;
         let told = parse(&sized("gpt_oss", own)).map(|_| ()).unwrap_err();
         assert!(told.contains(key) && told.contains(hint), "{told}");
+    }
+}
+
+/// Own keys of a Qwen3.5.
+fn qwen3_5() -> Value {
+    json!({"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8, "head_dim": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10], "mrope_interleaved": true}})
+}
+
+#[test]
+fn qwen3_5_in_all_its_spellings() {
+    let text = sized("qwen3_5_text", qwen3_5());
+    let found = architecture(&text);
+    let spec = GatedDeltaSpec { key_heads: 2, value_heads: 4, key_dim: 16, value_dim: 8, kernel: 4 };
+    let mixers: Vec<_> = found.layers.iter().map(|layer| layer.gated_delta).collect();
+    assert_eq!(mixers, [Some(spec), Some(spec), Some(spec), None, Some(spec), Some(spec)]);
+    let layer = &found.layers[3];
+    assert!(layer.output_gate && layer.qk_norm && !layer.qkv_bias);
+    assert_eq!((layer.rope.theta, layer.rope.head_dim, layer.rope.scaling), (1e7, 64, Scaling::None));
+    assert_eq!((layer.norm_weight, found.norm_weight), (NormWeight::OnePlus, NormWeight::OnePlus));
+    // One layer of six has keys and values of two heads of 256.
+    assert_eq!(found.kv_cache_numel(1, 256), 256 * 2 * 2 * 256);
+    assert_eq!(found.model_size().layers.len(), 1);
+    let states = 5 * (2 * 4 * 16 * 8 * 4 + 66 * 96 * 2 + 2 * 63 * 4 * 4);
+    assert_eq!(found.linear_attention_bytes(3, tch::Kind::BFloat16), 3 * states);
+    let mut inner = text.clone();
+    let token = inner.as_object_mut().unwrap().remove("eos_token_id").unwrap();
+    let outer = |tied: Value| {
+        json!({"model_type": "qwen3_5", "text_config": inner, "vision_config": {"hidden_size": 7},
+            "tie_word_embeddings": tied, "eos_token_id": token})
+    };
+    assert_eq!(architecture(&outer(json!(false))), found);
+    assert!(architecture(&outer(json!(true))).tie_word_embeddings);
+    let mut older = text.clone();
+    older["rope_parameters"] = Value::Null;
+    older["rope_theta"] = json!(1e7);
+    older["full_attention_interval"] = json!(4);
+    assert_eq!(architecture(&older), found);
+    let mut spelled = text;
+    let kind = |layer: usize| if layer == 3 { "full_attention" } else { "linear_attention" };
+    spelled["layer_types"] = (0..6).map(kind).collect();
+    assert_eq!(architecture(&spelled), found);
+    for (key, value, hint) in [
+        ("layer_types", json!(["linear_attention"]), "1 types for 6 layers"),
+        ("layer_types", json!(vec!["sliding_attention"; 6]), "\"sliding_attention\" is unknown"),
+        ("linear_num_value_heads", json!(3), "no multiple of the 2 key heads"),
+        ("linear_key_head_dim", json!(1_000_000), "more than 4096"),
+        ("linear_conv_kernel_dim", json!(0), "linear_conv_kernel_dim"),
+        ("head_dim", Value::Null, "missing"),
+        ("num_key_value_heads", Value::Null, "missing"),
+        ("num_experts", json!(256), "qwen3_5_moe"),
+        ("attention_bias", json!(true), "biases in attention"),
+        ("hidden_act", json!("gelu"), "expected \"silu\""),
+    ] {
+        let mut own = qwen3_5();
+        own[key] = value;
+        let told = parse(&sized("qwen3_5_text", own)).map(|_| ()).unwrap_err();
+        assert!(told.contains(key) && told.contains(hint), "{told}");
+    }
+    let mut own = qwen3_5();
+    own["rope_parameters"]["partial_rotary_factor"] = json!(2.0);
+    let told = parse(&sized("qwen3_5_text", own)).map(|_| ()).unwrap_err();
+    assert!(told.contains("`partial_rotary_factor`: 2 of 256 channels"), "{told}");
+    let moe = parse(&sized("qwen3_5_moe", qwen3_5())).map(|_| ()).unwrap_err();
+    assert!(moe.contains("\"qwen3_5_moe\" is not supported"), "{moe}");
+}
+
+/// Drafters have heads of 128, rotated whole, and none of the target's gates and linear attention.
+#[test]
+fn drafters_of_a_qwen3_5_have_plain_layers() {
+    let target = parse(&sized("qwen3_5_text", qwen3_5())).unwrap();
+    for (drafter, name) in [
+        (target.anchored_decoder(&[None, Some(7)]).unwrap(), "Qwen3"),
+        (target.draft_decoder(&[None]).unwrap(), "Llama"),
+    ] {
+        assert_eq!(parse(&Value::Object(drafter.raw.clone())).unwrap(), drafter);
+        assert_eq!(drafter.family.decoder.name, name);
+        let layer = &drafter.layers[0];
+        let heads = target.layers[0].attention.heads;
+        assert_eq!(
+            layer.attention.heads,
+            Heads { query: 2 * heads.query, key_value: 2 * heads.key_value, dim: 128 }
+        );
+        assert_eq!((layer.gated_delta, layer.output_gate), (None, false));
+        assert_eq!((layer.rope.theta, layer.rope.head_dim), (1e7, 128));
+        assert_eq!((layer.norm_weight, drafter.norm_weight), (NormWeight::Plain, NormWeight::Plain));
+        assert_eq!(drafter.raw["eos_token_id"], 5);
+        for key in drafter.raw.keys() {
+            assert!(!key.starts_with("linear_") && key != "rope_parameters" && key != "text_config", "{key}");
+        }
     }
 }
 

@@ -26,6 +26,7 @@ enum Family {
     Qwen3,
     Qwen3Moe,
     GptOss,
+    Qwen35,
     Llama,
     Gemma4,
 }
@@ -59,6 +60,7 @@ fn shape() -> impl Strategy<Value = Shape> {
         Just(Family::Qwen3),
         Just(Family::Qwen3Moe),
         Just(Family::GptOss),
+        Just(Family::Qwen35),
         Just(Family::Llama),
         Just(Family::Gemma4)
     ];
@@ -68,7 +70,8 @@ fn shape() -> impl Strategy<Value = Shape> {
             hidden: hidden * 32,
             inner: inner * UNIT,
             vocab: if family == Family::Gemma4 { (vocab / UNIT).max(1) * UNIT } else { vocab },
-            local: (key_value, repeats, dim * 8),
+            // A gate is as wide as all query heads.
+            local: (key_value, repeats, if family == Family::Qwen35 { UNIT } else { dim * 8 }),
             global_dim: global * 16,
             layers,
             tied,
@@ -106,6 +109,16 @@ impl Shape {
                 "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_local_experts": EXPERTS,
                 "num_experts_per_tok": 3, "sliding_window": 30, "rope_theta": 150_000.0,
                 "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            });
+            config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        }
+        if self.family == Family::Qwen35 {
+            let kinds = ["linear_attention", "full_attention"].iter().cycle().take(self.layers);
+            let own = json!({
+                "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"],
+                "layer_types": kinds.collect::<Vec<_>>(), "linear_num_key_heads": key_value,
+                "linear_num_value_heads": key_value * repeats, "linear_key_head_dim": 32,
+                "linear_value_head_dim": UNIT,
             });
             config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
         }
@@ -153,16 +166,33 @@ impl Shape {
         for (i, layer) in config.layers.iter().enumerate() {
             let (heads, window) = (layer.attention.heads, layer.attention.window);
             let (queries, keys) = (heads.query * heads.dim, heads.key_value * heads.dim);
-            let mut own = |name: &str, shape: &[i64]| add(format!("model.layers.{i}.{name}.weight"), shape);
-            own("self_attn.q_proj", &[queries, d]);
-            own("self_attn.k_proj", &[keys, d]);
-            if self.family != Family::Gemma4 || window.is_some() {
-                own("self_attn.v_proj", &[keys, d]);
+            if let Some(spec) = layer.gated_delta {
+                for (name, shape) in [
+                    ("in_proj_qkv.weight", vec![spec.channels(), d]),
+                    ("in_proj_z.weight", vec![spec.value_width(), d]),
+                    ("in_proj_a.weight", vec![spec.value_heads, d]),
+                    ("in_proj_b.weight", vec![spec.value_heads, d]),
+                    ("conv1d.weight", vec![spec.channels(), 1, spec.kernel]),
+                    ("A_log", vec![spec.value_heads]),
+                    ("dt_bias", vec![spec.value_heads]),
+                    ("norm.weight", vec![spec.value_dim]),
+                    ("out_proj.weight", vec![d, spec.value_width()]),
+                ] {
+                    add(format!("model.layers.{i}.linear_attn.{name}"), &shape);
+                }
             }
-            own("self_attn.o_proj", &[d, queries]);
-            if ![Family::Llama, Family::GptOss].contains(&self.family) {
-                own("self_attn.q_norm", &[heads.dim]);
-                own("self_attn.k_norm", &[heads.dim]);
+            let mut own = |name: &str, shape: &[i64]| add(format!("model.layers.{i}.{name}.weight"), shape);
+            if layer.gated_delta.is_none() {
+                own("self_attn.q_proj", &[if layer.output_gate { 2 * queries } else { queries }, d]);
+                own("self_attn.k_proj", &[keys, d]);
+                if self.family != Family::Gemma4 || window.is_some() {
+                    own("self_attn.v_proj", &[keys, d]);
+                }
+                own("self_attn.o_proj", &[d, queries]);
+                if ![Family::Llama, Family::GptOss].contains(&self.family) {
+                    own("self_attn.q_norm", &[heads.dim]);
+                    own("self_attn.k_norm", &[heads.dim]);
+                }
             }
             match &layer.experts {
                 Some(_) if self.family == Family::GptOss => own("mlp.router", &[EXPERTS, d]),

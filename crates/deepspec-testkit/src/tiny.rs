@@ -136,8 +136,8 @@ pub fn llama(dir: &Path) {
 }
 
 /// `model_type`s of [`target`].
-pub const OTHER_FAMILIES: [&str; 7] =
-    ["qwen2", "mistral", "granite", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss"];
+pub const OTHER_FAMILIES: [&str; 8] =
+    ["qwen2", "mistral", "granite", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "qwen3_5"];
 
 /// Writes a random target of one of [`OTHER_FAMILIES`] to `dir`, with the sizes and the tokenizer of [`llama`].
 ///
@@ -172,6 +172,14 @@ pub fn target(dir: &Path, model_type: &str) {
                 "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
                     "original_max_position_embeddings": 256}}),
         ),
+        // Two layers with linear attention around each one with attention.
+        "qwen3_5" => (
+            "Qwen3_5ForConditionalGeneration",
+            json!({"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+                "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+                "linear_value_head_dim": 32,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}}),
+        ),
         "phi3" => ("Phi3ForCausalLM", json!({"rope_theta": 250_000.0, "partial_rotary_factor": 0.5})),
         other => panic!("{other} is none of {OTHER_FAMILIES:?}"),
     };
@@ -185,7 +193,8 @@ pub fn target(dir: &Path, model_type: &str) {
     for (key, value) in own.as_object().into_iter().flatten() {
         config[key] = value.clone();
     }
-    let mut tensors = pre_norm_tensors(4, TOKENS, matches!(model_type, "gemma3_text" | "qwen3_moe"));
+    let mut tensors =
+        pre_norm_tensors(4, TOKENS, matches!(model_type, "gemma3_text" | "qwen3_moe" | "qwen3_5"));
     for layer in 0..4 {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
         match model_type {
@@ -225,6 +234,25 @@ pub fn target(dir: &Path, model_type: &str) {
                 ];
                 tensors.extend(own.map(|(part, shape)| (name(part), shape)));
             }
+            "qwen3_5" if layer == 1 => {
+                tensors.retain(|(tensor, _)| *tensor != name("self_attn.q_proj.weight"));
+                tensors.push((name("self_attn.q_proj.weight"), vec![2 * 64, HIDDEN_SIZE]));
+            }
+            "qwen3_5" => {
+                tensors.retain(|(tensor, _)| !tensor.starts_with(&name("self_attn.")));
+                let own = [
+                    ("in_proj_qkv.weight", vec![2 * 32 + 128, HIDDEN_SIZE]),
+                    ("in_proj_z.weight", vec![128, HIDDEN_SIZE]),
+                    ("in_proj_a.weight", vec![4, HIDDEN_SIZE]),
+                    ("in_proj_b.weight", vec![4, HIDDEN_SIZE]),
+                    ("conv1d.weight", vec![2 * 32 + 128, 1, 4]),
+                    ("A_log", vec![4]),
+                    ("dt_bias", vec![4]),
+                    ("norm.weight", vec![32]),
+                    ("out_proj.weight", vec![HIDDEN_SIZE, 128]),
+                ];
+                tensors.extend(own.map(|(part, shape)| (name(&format!("linear_attn.{part}")), shape)));
+            }
             "phi3" => {
                 let parts = [".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj"];
                 tensors.retain(|(tensor, _)| !parts.iter().any(|part| tensor.contains(part)));
@@ -234,8 +262,32 @@ pub fn target(dir: &Path, model_type: &str) {
             _ => {}
         }
     }
+    if model_type == "qwen3_5" {
+        (config, tensors) = within_multimodal_model(&config, tensors);
+    }
     write_model(dir, &config, &tensors);
     copy_tiny_tokenizer(dir);
+}
+
+/// Config and tensors of a multimodal Qwen3.5 with this language model. The other parts are stubs.
+fn within_multimodal_model(
+    text: &Value,
+    mut tensors: Vec<(String, Vec<usize>)>,
+) -> (Value, Vec<(String, Vec<usize>)>) {
+    for (name, _) in &mut tensors {
+        if let Some(own) = name.strip_prefix("model.") {
+            *name = format!("model.language_model.{own}");
+        }
+    }
+    tensors.push(("model.visual.patch_embed.proj.weight".into(), vec![8, 8]));
+    tensors.push(("mtp.fc.weight".into(), vec![HIDDEN_SIZE, 2 * HIDDEN_SIZE]));
+    let mut inner = text.clone();
+    inner["model_type"] = json!("qwen3_5_text");
+    let config = json!({
+        "architectures": text["architectures"], "model_type": "qwen3_5", "tie_word_embeddings": false,
+        "eos_token_id": text["eos_token_id"], "text_config": inner, "vision_config": {"hidden_size": 8},
+    });
+    (config, tensors)
 }
 
 /// Copies tokenizer and template of the embedded target.
@@ -322,6 +374,9 @@ fn write_model(dir: &Path, config: &Value, tensors: &[(String, Vec<usize>)]) {
             // Uniform numbers: unit variance per output for matrices, around 1 for norms and
             // scalars.
             let (middle, reach) = match shape.as_slice() {
+                [_, 1, taps] => (0.0, (3.0 / *taps as f64).sqrt()),
+                // States of linear attention forget within some tokens, so that greedy answers can be learned.
+                [_] if name.ends_with("A_log") => (0.0, 0.8),
                 // Biases are around 0.
                 _ if name.ends_with("bias") && !name.contains("self_attn") => (0.0, 0.5),
                 [_, inputs, _] => (0.0, (3.0 / *inputs as f64).sqrt()),

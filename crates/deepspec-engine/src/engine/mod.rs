@@ -223,10 +223,12 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         &self.counts
     }
 
-    /// γ of the drafter, at most `max_draft_tokens`; 0 without a drafter.
+    /// γ of the drafter, at most `max_draft_tokens` and what the target can roll back; 0 without a drafter.
     pub fn draft_len(&self) -> usize {
         let block = self.proposer.as_ref().map_or(0, Proposer::draft_len);
-        self.options.max_draft_tokens.map_or(block, |limit| block.min(limit))
+        // A block runs behind its anchor, and all of its rows may be rolled back.
+        let rollback = self.target.max_rollback().map(|rows| rows.saturating_sub(1));
+        [self.options.max_draft_tokens, rollback].into_iter().flatten().fold(block, usize::min)
     }
 
     /// Size of the target's vocabulary. Token ids of answers are below it.

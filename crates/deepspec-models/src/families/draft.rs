@@ -8,11 +8,14 @@ use serde_json::{Value, json};
 
 use super::{llama, qwen3, rope};
 use crate::config::{DraftLayers, FULL_LAYER_TYPE, Family, RawConfig, SLIDING_LAYER_TYPE};
-use crate::nn::{AttentionSpec, LayerSpec, Scaling, Yarn};
+use crate::nn::{AttentionSpec, Heads, LayerSpec, Scaling, Yarn};
 use crate::{ModelConfig, ModelError};
 
 /// Keys that the config of a drafter with another family's layers takes over from the target's.
 const TOKEN_KEYS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
+
+/// Width of a draft layer's heads for targets with gated heads of twice this width.
+const GATED_DRAFT_HEAD_DIM: i64 = 128;
 
 impl ModelConfig {
     /// Whether drafters for this target may have layers of `family`. Llama's and Qwen3's layers draft for each other's targets: most
@@ -104,7 +107,7 @@ impl ModelConfig {
         let Some(layer) = full.or(self.layers.first()) else {
             return Err(ModelError::Mismatch(UsageError("the target has no layers".into())));
         };
-        let heads = layer.attention.heads;
+        let heads = plain_heads(layer);
         let keys = json!({
             "model_type": family.decoder.model_types[0],
             "vocab_size": self.vocab_size,
@@ -136,6 +139,14 @@ impl ModelConfig {
         let config = (family.read)(&Fields::new(Path::new("config.json"), &raw))?;
         Ok(Self { raw, ..config })
     }
+}
+
+/// Heads of a plain draft layer. The wide heads of Qwen3.5, of which a part rotates, become twice as many of half the
+/// width: published drafters for it have heads of 128, as engines run them fastest.
+fn plain_heads(layer: &LayerSpec) -> Heads {
+    let Heads { query, key_value, dim } = layer.attention.heads;
+    let parts = if layer.output_gate && dim == 2 * GATED_DRAFT_HEAD_DIM { 2 } else { 1 };
+    Heads { query: parts * query, key_value: parts * key_value, dim: dim / parts }
 }
 
 /// `rope_scaling` of a config.json; None without scaling. Settings that rotate a part of each head have no key in

@@ -68,6 +68,8 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
         hidden_size,
         intermediate_size,
         experts: None,
+        gated_delta: None,
+        output_gate: false,
         attention: AttentionSpec {
             heads,
             scale: scalar.powf(-0.5),

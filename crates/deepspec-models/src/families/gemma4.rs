@@ -102,6 +102,8 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
             hidden_size,
             intermediate_size,
             experts: None,
+            gated_delta: None,
+            output_gate: false,
             attention: AttentionSpec { heads, scale: 1.0, window, sinks: false },
             rope,
             value,

@@ -13,6 +13,7 @@ mod phi3;
 mod pre_norm;
 mod qwen2;
 mod qwen3;
+mod qwen3_5;
 mod qwen3_moe;
 mod rope;
 
@@ -25,7 +26,7 @@ use serde_json::{Map, Value};
 use crate::config::{DraftLayers, Family, ModelConfig, TargetFamily, read_json};
 use crate::{ModelError, Weights};
 
-const FAMILIES: [Family; 10] = [
+const FAMILIES: [Family; 11] = [
     &qwen3::FAMILY,
     &gemma4::FAMILY,
     &llama::FAMILY,
@@ -36,6 +37,7 @@ const FAMILIES: [Family; 10] = [
     &phi3::FAMILY,
     &qwen3_moe::FAMILY,
     &gpt_oss::FAMILY,
+    &qwen3_5::FAMILY,
 ];
 
 /// Layers of drafters for targets whose own layers no engine runs in a drafter: block drafters have those of Qwen3,

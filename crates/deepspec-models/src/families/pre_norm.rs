@@ -103,6 +103,8 @@ pub(super) fn read(fields: &Fields, differences: PreNormSettings) -> Result<Mode
         hidden_size,
         intermediate_size,
         experts: None,
+        gated_delta: None,
+        output_gate: false,
         attention: AttentionSpec { heads, scale, window, sinks },
         rope,
         value: ValueSource::Projected,

@@ -16,6 +16,8 @@ pub struct Attention {
     /// Attention sinks, `[H]`; None if there are none.
     pub(super) sinks: Option<Tensor>,
     pub(super) heads: Heads,
+    /// Whether `q_proj` also gives a gate per head, behind its query. The output is multiplied by its sigmoid.
+    pub(super) output_gate: bool,
 }
 
 /// Projections of keys and values, and their norms.
@@ -38,14 +40,15 @@ impl Attention {
         };
         let projection = |part: &str, output| linear(part, spec.qkv_bias, input, output);
         let v_proj = (spec.value != ValueSource::SharesKey).then(|| projection("v_proj", narrow));
-        let q_proj = projection("q_proj", wide);
+        let q_proj = projection("q_proj", if spec.output_gate { 2 * wide } else { wide });
         let k_proj = projection("k_proj", narrow);
         let o_proj = linear("o_proj", spec.output_bias, wide, d);
         let q_norm = head_norm(b, name, "q_norm", spec);
         let k_norm = head_norm(b, name, "k_norm", spec);
         let v_norm = (spec.value != ValueSource::Projected).then_some(spec.eps);
         let keys_values = Some(KeyValueProjection { k_proj, v_proj, k_norm, v_norm, heads });
-        Self { q_proj, keys_values, o_proj, q_norm, sinks: sinks(b, name, spec), heads }
+        let (sinks, output_gate) = (sinks(b, name, spec), spec.output_gate);
+        Self { q_proj, keys_values, o_proj, q_norm, sinks, heads, output_gate }
     }
 
     /// Attention without keys and values of its own, as in layers that read another model's.
@@ -59,6 +62,7 @@ impl Attention {
             q_norm: head_norm(b, name, "q_norm", spec),
             sinks: sinks(b, name, spec),
             heads,
+            output_gate: false,
         }
     }
 
@@ -69,9 +73,22 @@ impl Attention {
     }
 
     /// Queries, keys and values of `x [M, input]`, normed and rotated. `repeat` expands M rows to N rows before
-    /// the rotation. Without keys of its own, attention has no rows of keys and values.
-    pub(super) fn project(&self, x: &Tensor, repeat: &dyn Fn(&Tensor) -> Tensor, rotation: &Rotation) -> Qkv {
-        let q = self.q_proj.forward(x).view([-1, self.heads.query, self.heads.dim]);
+    /// the rotation. Without keys of its own, attention has no rows of keys and values. With an output gate, its
+    /// factors on the output are returned, too: `[N, H·D]`.
+    pub(super) fn project(
+        &self,
+        x: &Tensor,
+        repeat: &dyn Fn(&Tensor) -> Tensor,
+        rotation: &Rotation,
+    ) -> (Qkv, Option<Tensor>) {
+        let Heads { query, dim, .. } = self.heads;
+        let (q, gate) = if self.output_gate {
+            let both = self.q_proj.forward(x).view([-1, query, 2, dim]);
+            let gate = both.select(2, 1).flatten(1, 2).sigmoid();
+            (both.select(2, 0).contiguous(), Some(repeat(&gate)))
+        } else {
+            (self.q_proj.forward(x).view([-1, query, dim]), None)
+        };
         let q = apply_optional_norm(self.q_norm.as_ref(), q);
         let (k, v) = match &self.keys_values {
             Some(own) => {
@@ -85,7 +102,7 @@ impl Attention {
             }
         };
         let sinks = self.sinks.as_ref().map(Tensor::shallow_clone);
-        Qkv { q: rotation.rotate(&repeat(&q)), k, v, sinks }
+        (Qkv { q: rotation.rotate(&repeat(&q)), k, v, sinks }, gate)
     }
 
     /// Keys and values `[N, G, D]` of a context `x [N, input]`, normed and rotated.

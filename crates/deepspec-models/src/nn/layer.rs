@@ -151,8 +151,9 @@ impl DecoderLayer {
         let mut attention = |normed: &Tensor| {
             let clone = |rows: &Tensor| rows.shallow_clone();
             let repeat = repeated.map_or(&clone as &dyn Fn(&Tensor) -> Tensor, |rows| rows.repeat);
-            let qkv = self.attention.project(normed, repeat, rotation);
-            self.attention.o_proj.forward(&attend.attend(&qkv))
+            let (qkv, gate) = self.attention.project(normed, repeat, rotation);
+            let y = attend.attend(&qkv);
+            self.attention.o_proj.forward(&gate.map_or_else(|| y.shallow_clone(), |gate| &y * gate))
         };
         let y = match hook {
             Some(hook) => hook.around_attention(&normed, &mut attention),
@@ -179,7 +180,8 @@ impl DecoderLayer {
         add_residual(x, y)
     }
 
-    /// The weights of a pre-norm layer with a SiLU-gated MLP, without biases, attention sinks, experts and a factor on its branches.
+    /// The weights of a pre-norm layer with a SiLU-gated MLP, without biases, attention sinks, an output gate, experts and a
+    /// factor on its branches.
     /// None if the layer has another form, which the fused layer does not support.
     fn pre_norm_weights(&self) -> Option<LayerWeights<'_>> {
         let Self { attention, mlp: Mlp::Dense(mlp), .. } = self else { return None };
@@ -190,6 +192,7 @@ impl DecoderLayer {
             && self.residual_scale == 1.0
             && !attention.has_bias()
             && attention.sinks.is_none()
+            && !attention.output_gate
             && mlp.activation == Activation::Silu;
         let keys_values = attention.keys_values.as_ref().filter(|_| is_pre_norm)?;
         let has_equal_norms = attention.q_norm.is_some() == keys_values.k_norm.is_some();
@@ -213,7 +216,7 @@ impl DecoderLayer {
 }
 
 /// `x + y`, in place of `y` where no graph needs it.
-fn add_residual(x: &Tensor, mut y: Tensor) -> Tensor {
+pub(super) fn add_residual(x: &Tensor, mut y: Tensor) -> Tensor {
     if x.requires_grad() || y.requires_grad() || x.kind() != y.kind() {
         return x + y;
     }

@@ -2,6 +2,7 @@
 
 mod attention;
 mod builder;
+mod gated_delta_net;
 mod gru;
 mod layer;
 mod linear;
@@ -13,8 +14,10 @@ mod vocabulary;
 pub use attention::KeyValueProjection;
 pub use builder::{Builder, Init, StateDict};
 pub use deepspec_ops::{
-    Activation, AttentionSpec, Heads, Qkv, RopeSpec, Rotation, RouterScores, Scaling, Weight, Yarn,
+    Activation, AttentionSpec, GatedDeltaSpec, Heads, Qkv, RopeSpec, Rotation, RouterScores, Scaling, Weight,
+    Yarn,
 };
+pub use gated_delta_net::LinearAttentionLayer;
 pub use gru::Gru;
 pub use layer::{DecoderLayer, LayerHook, LayerInput};
 pub use linear::{Linear, RmsNorm};

@@ -1,6 +1,6 @@
 //! Settings of a decoder layer, without the names of families.
 
-use deepspec_ops::{Activation, AttentionSpec, RopeSpec, RouterScores, SavedTensorSizes};
+use deepspec_ops::{Activation, AttentionSpec, GatedDeltaSpec, RopeSpec, RouterScores, SavedTensorSizes};
 
 /// How a layer computes its attention values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,8 +67,13 @@ pub struct LayerSpec {
     pub intermediate_size: i64,
     /// Experts in place of the MLP; None in a dense layer.
     pub experts: Option<ExpertsSpec>,
+    /// Gated DeltaNet in place of attention; None in a layer with attention. The settings of attention are then those of
+    /// the model's layers that have it.
+    pub gated_delta: Option<GatedDeltaSpec>,
     /// Heads, scale and window.
     pub attention: AttentionSpec,
+    /// Whether `q_proj` also gives a gate per head, whose sigmoid multiplies the head's output.
+    pub output_gate: bool,
     /// Rotary embedding of queries and keys.
     pub rope: RopeSpec,
     /// How the values are computed.
@@ -108,6 +113,18 @@ impl LayerSpec {
             + queries * (head_norm + 3 * value)
             + self.saved_key_value_bytes(saved, value)
             + saved.mlp_tensors * self.intermediate_size as usize * value
+    }
+
+    /// Number of weights of the projections of attention, or of Gated DeltaNet.
+    pub fn mixer_weights(&self) -> i64 {
+        if let Some(spec) = self.gated_delta {
+            let outputs = spec.channels() + 2 * spec.value_width() + 2 * spec.value_heads;
+            return self.hidden_size * outputs + spec.channels() * spec.kernel;
+        }
+        let heads = self.attention.heads;
+        let values = if self.value == ValueSource::SharesKey { 0 } else { heads.key_value };
+        let gates = if self.output_gate { heads.query } else { 0 };
+        self.hidden_size * heads.dim * (2 * heads.query + gates + heads.key_value + values)
     }
 
     /// Number of weights of the MLP, or of the router and all experts.
