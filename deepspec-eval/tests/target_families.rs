@@ -1,4 +1,4 @@
-//! Targets of a Gemma 4 and of a mixture of experts: a run, a calibration, and the doctor.
+//! Targets of a Gemma 4, of a mixture of experts and of a hybrid: a run, a calibration, and the doctor.
 
 mod common;
 
@@ -32,6 +32,7 @@ const TAPS: [i64; 2] = [0, 2];
 enum Family {
     Gemma4,
     Experts,
+    Hybrid,
 }
 
 impl Family {
@@ -39,16 +40,16 @@ impl Family {
         match self {
             // The id of `<mask>`.
             Self::Gemma4 => 4,
-            Self::Experts => 1023,
+            Self::Experts | Self::Hybrid => 1023,
         }
     }
 
-    /// Rows of every suite that the drafter trains on. Nothing about new answers of the random mixture can be learned, so
-    /// that its drafter learns the evaluated ones by heart.
+    /// Rows of every suite that the drafter trains on. Nothing about new answers of the other random targets can be learned, so
+    /// that their drafters learn the evaluated ones by heart.
     fn rows(self) -> Range<usize> {
         match self {
             Self::Gemma4 => LIMIT..LEARNED,
-            Self::Experts => 0..LIMIT,
+            Self::Experts | Self::Hybrid => 0..LIMIT,
         }
     }
 }
@@ -56,7 +57,7 @@ impl Family {
 /// A folder with a random target in `target`, and a DSpark trained on its greedy answers in
 /// `draft`.
 fn bench(family: Family) -> &'static Path {
-    static DIRS: [OnceLock<TempDir>; 2] = [OnceLock::new(), OnceLock::new()];
+    static DIRS: [OnceLock<TempDir>; 3] = [const { OnceLock::new() }; 3];
     let dir = DIRS[family as usize].get_or_init(|| {
         let dir = tempfile::tempdir().unwrap();
         let [target, draft] = ["target", "draft"].map(|name| dir.path().join(name));
@@ -66,6 +67,7 @@ fn bench(family: Family) -> &'static Path {
         match family {
             Family::Gemma4 => tiny::gemma4(&target, 512),
             Family::Experts => tiny::target(&target, "qwen3_moe"),
+            Family::Hybrid => tiny::target(&target, "qwen3_5"),
         }
         let model = ModelConfig::load(&target).unwrap();
         let taps = Tap::from_layer_ids(TAPS).unwrap();
@@ -133,6 +135,27 @@ fn a_run_is_lossless_and_its_confidences_are_calibrated() {
 #[test]
 fn a_run_of_a_mixture_is_lossless_and_its_confidences_are_calibrated() {
     check_run(Family::Experts);
+}
+
+/// Blocks run in many slots at once, and answers are as those of plain decoding.
+#[test]
+fn a_hybrid_is_lossless_in_many_slots_and_refuses_trees_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let [plain, drafted] = ["plain", "drafted"].map(|name| dir.path().join(name));
+    let (expected, _) = run(Family::Hybrid, "none", &plain);
+    let draft = path(Family::Hybrid, "draft");
+    let place = ["--dtype", "float32", "--max-num-seqs", "5", "--no-baseline", "--output-dir"];
+    evaluated(Family::Hybrid, &["run"], &draft, &[&place[..], &[drafted.to_str().unwrap()]].concat());
+    assert_eq!(answers(&drafted), expected);
+    let (target, suites) = (path(Family::Hybrid, "target"), repository("eval_datasets"));
+    let models = ["run", "--target", &target, "--draft", &draft, "--device", "cpu", "--dtype", "float32"];
+    let output = dir.path().join("trees");
+    let rest =
+        ["--suites-dir", suites.to_str().unwrap(), "--limit", "1", "--verify", "tree:12", "--output-dir"];
+    let trees = deepspec_eval(&[&models[..], &rest, &[output.to_str().unwrap()]].concat());
+    assert!(!trees.status.success());
+    let told = String::from_utf8_lossy(&trees.stderr);
+    assert!(told.contains("the target verifies chains only"), "{told}");
 }
 
 fn check_run(family: Family) {

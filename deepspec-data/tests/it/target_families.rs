@@ -1,4 +1,4 @@
-//! Targets of a Gemma 4 and of a mixture of experts: their hidden states on disk, and their answers.
+//! Targets of a Gemma 4, of a mixture of experts and of a hybrid: their hidden states on disk, and their answers.
 
 use std::fs;
 use std::path::Path;
@@ -17,6 +17,11 @@ fn a_gemma4_target_is_captured_and_served() {
 #[test]
 fn a_mixture_of_experts_is_captured_and_served() {
     is_captured_and_served(&|dir| tiny::target(dir, "qwen3_moe"), "qwen", 1023);
+}
+
+#[test]
+fn a_hybrid_is_captured_and_served() {
+    is_captured_and_served(&|dir| tiny::target(dir, "qwen3_5"), "qwen", 1023);
 }
 
 /// `write` makes the target. `chat` are the mask rules, and `mask` is the mask token.
