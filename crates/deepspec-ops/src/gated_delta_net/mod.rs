@@ -127,13 +127,15 @@ fn run_chunk(rows: &DeltaRows, state: &Tensor) -> (Tensor, Tensor) {
     let by_head = |of: &Tensor| of.transpose(1, 2).contiguous(); // [S, Hv, c, ..]
     let [q, k, v] = [&rows.q, &rows.k, &rows.v].map(by_head);
     let beta = by_head(&rows.beta).unsqueeze(-1); // [S, Hv, c, 1]
-    let sums = by_head(&rows.log_decay).cumsum(-1, Kind::Float); // [S, Hv, c]
+    // In float64: after strong decays, small differences of large sums would lose digits.
+    let sums = by_head(&rows.log_decay).cumsum(-1, Kind::Double); // [S, Hv, c]
+    let factor = |exponent: Tensor| exponent.exp().to_kind(Kind::Float);
     // e^{G_i − G_j} at j ≤ i. The exponents above the diagonal are positive and could overflow.
-    let between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril(0).exp().tril(0); // [S, Hv, c, c]
-    let from_start = sums.unsqueeze(-1).exp(); // [S, Hv, c, 1]
+    let between = factor((sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril(0)).tril(0); // [S, Hv, c, c]
+    let from_start = factor(sums.unsqueeze(-1)); // [S, Hv, c, 1]
     let count = sums.size()[2];
     let last = sums.narrow(2, count - 1, 1);
-    let to_end = (&last - &sums).exp().unsqueeze(-1); // [S, Hv, c, 1]
+    let to_end = factor(&last - &sums).unsqueeze(-1); // [S, Hv, c, 1]
 
     let system = (&k * &beta).matmul(&k.transpose(-1, -2)) * &between;
     let wanted = (v - k.matmul(state) * &from_start) * &beta;
@@ -141,7 +143,8 @@ fn run_chunk(rows: &DeltaRows, state: &Tensor) -> (Tensor, Tensor) {
     let changes = system.linalg_solve_triangular(&wanted, false, true, true); // [S, Hv, c, Dv]
     let scores = q.matmul(&k.transpose(-1, -2)) * &between;
     let y = q.matmul(state) * &from_start + scores.matmul(&changes);
-    let next = state * last.exp().unsqueeze(-1) + (k * to_end).transpose(-1, -2).matmul(&changes);
+    let next =
+        state * factor(last.shallow_clone()).unsqueeze(-1) + (k * to_end).transpose(-1, -2).matmul(&changes);
     (y.transpose(1, 2), next)
 }
 
