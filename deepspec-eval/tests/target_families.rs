@@ -147,6 +147,8 @@ fn a_hybrid_is_lossless_in_many_slots_and_refuses_trees_by_name() {
     let place = ["--dtype", "float32", "--max-num-seqs", "5", "--no-baseline", "--output-dir"];
     evaluated(Family::Hybrid, &["run"], &draft, &[&place[..], &[drafted.to_str().unwrap()]].concat());
     assert_eq!(answers(&drafted), expected);
+    let tau = results(&drafted)["overall"]["accepted_length"].as_f64().unwrap();
+    assert!(tau > 1.2, "{tau}");
     let (target, suites) = (path(Family::Hybrid, "target"), repository("eval_datasets"));
     let models = ["run", "--target", &target, "--draft", &draft, "--device", "cpu", "--dtype", "float32"];
     let output = dir.path().join("trees");
