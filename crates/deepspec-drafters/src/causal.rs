@@ -25,7 +25,7 @@ pub const CAUSAL_INFO: DrafterKindInfo = DrafterKindInfo {
         description: "a causal language model",
         are_language_models: true,
         tree_refusal: TREE_REFUSAL,
-        check: |dir| ModelConfig::load(dir).map(drop),
+        check: |dir| check_layers(&ModelConfig::load(dir)?),
         load: |dir, options| Ok(Box::new(CausalProposer::load(dir, options)?)),
         layouts: None,
     }),
@@ -33,6 +33,17 @@ pub const CAUSAL_INFO: DrafterKindInfo = DrafterKindInfo {
 
 /// Default number of drafted tokens, as in the recipes of block drafters.
 const DEFAULT_DRAFT_LEN: usize = 7;
+
+/// Checks that the model forgets drafts that ran one by one. The states of linear attention roll back within the last forward only.
+fn check_layers(config: &ModelConfig) -> Result<(), ModelError> {
+    if config.layers.iter().all(|layer| layer.gated_delta.is_none()) {
+        return Ok(());
+    }
+    let family = config.family;
+    Err(ModelError::Mismatch(UsageError(format!(
+        "{family} is a target here and no drafter: its linear attention cannot take back drafts one by one"
+    ))))
+}
 
 /// A causal language model that drafts, with one KV cache per slot.
 pub struct CausalProposer {
@@ -46,9 +57,10 @@ impl CausalProposer {
     /// Loads the language model in `dir`.
     ///
     /// # Errors
-    /// As [`TargetModel::load`].
+    /// As [`TargetModel::load`], and if the model has layers with linear attention.
     pub fn load(dir: &Path, options: &DrafterOptions) -> Result<Self, ModelError> {
         let DrafterOptions { device, kind, slots, .. } = *options;
+        check_layers(&ModelConfig::load(dir)?)?;
         let model = TargetModel::load(dir, &TargetOptions { device, kind, slots, taps: vec![] })?;
         Ok(Self::new(model, slots))
     }

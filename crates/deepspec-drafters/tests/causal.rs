@@ -113,6 +113,16 @@ fn proposals_do_not_depend_on_slots() {
     assert_eq!(one, cycles(6));
 }
 
+/// Its states roll back within the last forward only, and a language model drafts in many.
+#[test]
+fn a_hybrid_is_refused_as_a_drafter() {
+    let dir = tempfile::tempdir().unwrap();
+    deepspec_testkit::tiny::target(dir.path(), "qwen3_5");
+    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, target: None };
+    let told = deepspec_drafters::load_drafter(dir.path(), &options).err().unwrap().to_string();
+    assert!(told.contains("Qwen3.5 is a target here and no drafter"), "{told}");
+}
+
 #[test]
 fn a_model_of_another_vocabulary_is_refused() {
     let dir = tempfile::tempdir().unwrap();

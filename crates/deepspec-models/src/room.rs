@@ -4,6 +4,7 @@ use deepspec_engine::{Proposer, Target};
 use deepspec_ops::kv_attention::MAX_SPARE_BYTES;
 
 use crate::TargetModel;
+use crate::nn::LayerSpec;
 
 /// Maximum prompt tokens of a step.
 const MAX_PROMPT_TOKENS: usize = 8192;
@@ -16,7 +17,9 @@ pub fn kv_cache_budget(target: &TargetModel, drafted: usize, slots: usize, engin
     let free = deepspec_ops::free_memory(target.device())?;
     let judged = slots.div_ceil(engines.max(1)) * (1 + drafted);
     let working = target.peak_forward_bytes(MAX_PROMPT_TOKENS + judged, judged);
-    let (kept, layers) = (2 * MAX_SPARE_BYTES as u64, target.config().layers.len() as u64);
+    let has_cache = |layer: &&LayerSpec| layer.gated_delta.is_none();
+    let layers = target.config().layers.iter().filter(has_cache).count() as u64;
+    let kept = 2 * MAX_SPARE_BYTES as u64;
     let left = (free / 10 * USABLE_TENTHS).saturating_sub(engines as u64 * (working + kept));
     // A pool that grows holds one layer twice.
     Some(left / (layers + 1) * layers)

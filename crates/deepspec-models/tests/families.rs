@@ -414,6 +414,8 @@ fn qwen3_5_in_all_its_spellings() {
         ("head_dim", Value::Null, "missing"),
         ("num_key_value_heads", Value::Null, "missing"),
         ("num_experts", json!(256), "qwen3_5_moe"),
+        ("output_gate_type", json!("sigmoid"), "expected \"silu\""),
+        ("attn_output_gate", json!(false), "without an output gate"),
         ("attention_bias", json!(true), "biases in attention"),
         ("hidden_act", json!("gelu"), "expected \"silu\""),
     ] {

@@ -56,6 +56,16 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
                        (data.states: {server: URL})";
         return Err(fields.error("num_experts", problem).into());
     }
+    // The gate of linear attention's output.
+    if let Some(other) = fields.text("output_gate_type")?.filter(|name| !["silu", "swish"].contains(name)) {
+        let problem = format!("\"{other}\" is not supported; expected \"silu\" or \"swish\"");
+        return Err(fields.error("output_gate_type", problem).into());
+    }
+    if fields.flag("attn_output_gate")? == Some(false) {
+        return Err(fields
+            .error("attn_output_gate", "attention without an output gate is not supported")
+            .into());
+    }
     let is_linear = linear_layers(fields)?;
     let spec = gated_delta(fields)?;
     let own = PreNormSettings {
