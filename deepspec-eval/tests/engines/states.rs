@@ -15,8 +15,8 @@ use crate::drafters::{REAL_TAPS, RealModel, UNUSED};
 use crate::server::Server;
 use crate::vllm::converted;
 
-/// Mixtures of experts, and an architecture without a family here, with random weights. Gated DeltaNet has
-/// the only head size that vLLM takes on a CPU, and one head, because Triton's interpreter is slow.
+/// Mixtures of experts and a hybrid, with random weights. Gated DeltaNet has the only head size that vLLM takes
+/// on a CPU, and one head, because Triton's interpreter is slow.
 const FOREIGN: &str = r#"
 import shutil, sys, torch
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3_5TextConfig, Qwen3MoeConfig
@@ -278,14 +278,14 @@ fn vllm_gives_the_states_of_the_tiny_target() {
     assert_eq!(fs::read_dir(bench.path("states")).unwrap().count(), 0, "files are left behind");
 }
 
-/// From states to a drafter that vLLM serves, for mixtures of experts, and for a target that no family here reads. The
-/// states of the mixtures are our own.
+/// From states to a drafter that vLLM serves, for mixtures of experts and a hybrid. The states of the mixtures equal our
+/// own; the hybrid's are not compared.
 #[test]
 fn mixtures_and_hybrids_are_trained_and_judged_by_vllm() {
     let (Some(vllm), Some(peers)) = (vllm_python(), python("transformers")) else { return };
     // On a CPU, Gated DeltaNet runs in bfloat16 and by Triton's kernels only.
     let hybrid = Build { dtype: "bfloat16", interprets: true };
-    for (kind, drafter, states, judged, is_known) in [
+    for (kind, drafter, states, judged, compares_states) in [
         ("qwen3_moe", "dspark", PLAIN, INTERPRETED, true),
         ("gpt_oss", "eagle3", PLAIN, PLAIN, true),
         ("qwen3_5_text", "dspark", hybrid, hybrid, false),
@@ -297,7 +297,7 @@ fn mixtures_and_hybrids_are_trained_and_judged_by_vllm() {
         assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
         let bench = Bench::new(drafter, &model, 8);
         let server = bench.start_vllm(&vllm, states);
-        if is_known {
+        if compares_states {
             check_states(&both_caches(&bench, &server));
         }
         let loss = bench.train(&bench.states(&server, "hybrid: hybrid, "), "drafter", 20);
@@ -308,8 +308,7 @@ fn mixtures_and_hybrids_are_trained_and_judged_by_vllm() {
         let local = ["run", "--target", target, "--draft", draft.to_str().unwrap(), "--output-dir", "local"];
         let brief = ["--suites-dir", suites.to_str().unwrap(), "--limit", "1", "--max-new-tokens", "8"];
         let local = bench.program("deepspec-eval", &[&local[..], &brief].concat());
-        let said = String::from_utf8_lossy(&local.stderr).into_owned();
-        assert!(if is_known { local.status.success() } else { said.contains(kind) }, "{kind}: {said}");
+        assert!(local.status.success(), "{kind}: {}", String::from_utf8_lossy(&local.stderr));
         let tau = bench.judge(&vllm, &model, judged);
         assert!((1.0..=8.0).contains(&tau), "{kind}: {tau}");
     }

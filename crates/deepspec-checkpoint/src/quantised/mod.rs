@@ -37,9 +37,9 @@ const TARGET_REMEDY: &str = "use the same model in bfloat16, or let a server com
 /// The tensors of a target that are wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Scope {
-    /// All, to run the target.
+    /// All tensors, to run the target.
     Whole,
-    /// Those outside the layers: embedding, final norm and LM head.
+    /// Tensors outside the layers: embedding, final norm and LM head.
     Outer,
 }
 

@@ -144,8 +144,8 @@ fn forward_operations(target: &ModelSize, tokens: f64, before: f64) -> f64 {
     2.0 * layers * tokens + attended.sum::<f64>()
 }
 
-/// Number of weights that a pass over `tokens` tokens reads. Of an untied embedding, a pass reads only a few rows. Of the
-/// experts, it reads those that uniform routing touches.
+/// Number of weights that a pass over `tokens` tokens reads. An untied embedding is left out, because a pass reads only a
+/// few of its rows. Experts count if uniform routing touches them.
 fn weights_per_pass(target: &ModelSize, tokens: f64) -> f64 {
     let idle = |ExpertsSize { layers, weights, count, active }| {
         layers * (count - experts_touched(count, active, tokens)) * weights

@@ -259,7 +259,10 @@ impl KindSettings for Eagle3Settings {
         let Eagle3Norms { before_residual, before_fc, .. } = self.norms;
         let unknown = Eagle3Norms { before_residual: false, before_fc: false, ..self.norms };
         if !unknown.is_original() {
-            return Err(format!("llama.cpp's Eagle3 has no further norms ({})", unknown.set_keys()));
+            return Err(format!(
+                "llama.cpp's Eagle3 has norm_before_residual and norm_before_fc, and no further norms ({})",
+                unknown.set_keys()
+            ));
         }
         let known = Eagle3Norms { before_residual, before_fc, ..Eagle3Norms::default() };
         Ok(GgufParts {

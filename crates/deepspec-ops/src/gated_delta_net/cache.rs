@@ -12,8 +12,8 @@ pub const MAX_ROLLBACK_TOKENS: usize = CHUNK as usize - 1;
 ///
 /// A state holds all tokens before it, and cannot be cropped. A layer keeps the state before the last tokens of a
 /// sequence, and what these tokens add to it: the inputs of the convolution and both gates. Another state follows by
-/// running the tokens that stay. In Qwen3.5-4B this takes 17 KB per token and layer in bfloat16, a state of its own
-/// for each token would take 2 MB. The state behind the tokens is kept, too: most steps cut nothing off.
+/// running the tokens that stay. In Qwen3.5-4B this takes 17 KB per token and layer in bfloat16. A state per token would
+/// take 2 MB. The state behind the tokens is kept, too: most steps cut nothing off.
 pub struct GatedDeltaCache {
     specs: Vec<GatedDeltaSpec>,
     slots: Vec<Sequence>,
@@ -41,7 +41,7 @@ struct LayerState {
     behind: Tensor,
 }
 
-/// What L tokens add to a state. Several sequences have a dimension of their own in front.
+/// Inputs and gates of L tokens, from which a state is updated. Several sequences have a dimension of their own in front.
 struct Rows {
     /// Inputs of the convolution, those of the K − 1 tokens before included: `[K−1+L, C]`.
     inputs: Tensor,

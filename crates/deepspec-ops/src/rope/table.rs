@@ -189,8 +189,8 @@ impl Rotation {
         [&self.cos, &self.sin]
     }
 
-    /// Rotates `x [N, heads, D]`; value `i` and value `i + D/2` of a head are one pair. Of wider heads, the first D
-    /// channels rotate.
+    /// Rotates `x [N, heads, D]`; value `i` and value `i + D/2` of a head are one pair. If heads are wider
+    /// than D, their first D channels rotate.
     pub fn rotate(&self, x: &Tensor) -> Tensor {
         let (rotated, width) = (2 * self.cos.size()[2], x.size()[2]);
         if rotated == width {
