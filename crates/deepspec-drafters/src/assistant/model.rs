@@ -136,6 +136,8 @@ pub(super) fn check_config(dir: &Path) -> Result<(), ModelError> {
 pub struct Assistant {
     config: AssistantConfig,
     sources: Vec<KeySource>,
+    /// Index of the source whose keys each layer reads.
+    source_of_layer: Vec<usize>,
     taps: Vec<Tap>,
     /// Keys and values of each source.
     keys_values: Vec<KeyValueLayer>,
@@ -204,7 +206,14 @@ impl Assistant {
         let layer = |(i, spec): (usize, &LayerSpec)| {
             DecoderLayer::with_queries_only(b, &format!("model.layers.{i}"), spec)
         };
+        let is_sliding = |attention: &AttentionSpec| attention.window.is_some();
+        let source_of = |layer: &LayerSpec| {
+            let sliding = is_sliding(&layer.attention);
+            sources.iter().position(|source| is_sliding(&source.attention) == sliding)
+        };
         Self {
+            // `key_sources` finds one for every attention type.
+            source_of_layer: model.layers.iter().filter_map(source_of).collect(),
             keys_values: sources.iter().map(source).collect(),
             key_ropes: RotaryEmbeddings::new(&specs, device),
             taps: sources.iter().map(|source| tap_before(source.layer)).collect(),
@@ -292,9 +301,7 @@ impl Assistant {
         let embeddings = self.target_embedding.embed(tokens);
         let mut x = self.pre_projection.forward(&Tensor::cat(&[&embeddings, states], -1)); // [S, h]
         for (i, layer) in self.layers.iter().enumerate() {
-            let sliding = self.config.model.layers[i].attention.window.is_some();
-            let is_source = |source: &KeySource| source.attention.window.is_some() == sliding;
-            let source = self.sources.iter().position(is_source).expect("every attention type has a source");
+            let source = self.source_of_layer[i];
             x = layer.forward((&x).into(), rotations.layer(i), &mut |qkv: &Qkv| attend(source, qkv), None);
         }
         let x = self.norm.forward(&x);

@@ -3,8 +3,8 @@
 use deepspec_checkpoint::{DecoderFamily, Fields};
 use deepspec_text::ChatFormat;
 
-use super::QWEN3_OR_LLAMA;
 use super::pre_norm::{self, PreNormSettings, refuse_keys};
+use super::{QWEN3_OR_LLAMA, rope};
 use crate::ModelError;
 use crate::config::{ModelConfig, TargetFamily, layer_count};
 use crate::nn::{Heads, LayerSpec, RopeSpec, Scaling};
@@ -76,13 +76,9 @@ fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
 /// Rotary embedding of the first `part · D` channels of a head. The frequencies are `θ^(−2i/(part·D))`, which are those of
 /// a whole head with the base `θ^(1/part)`.
 fn partial_rope(fields: &Fields, whole: RopeSpec, part: f64) -> Result<RopeSpec, ModelError> {
-    let rotated = (part * whole.head_dim as f64) as i64;
+    let rotated = rope::rotated_channels(fields, part, whole.head_dim)?;
     if rotated == whole.head_dim {
         return Ok(whole);
-    }
-    if rotated < 2 || rotated > whole.head_dim || rotated % 2 != 0 {
-        let problem = format!("{part} of {} channels is no even number of them", whole.head_dim);
-        return Err(fields.error("partial_rotary_factor", problem).into());
     }
     let theta = whole.theta.powf(whole.head_dim as f64 / rotated as f64);
     Ok(RopeSpec { theta, scaling: Scaling::Proportional { planes: rotated / 2, factor: 1.0 }, ..whole })

@@ -2,8 +2,8 @@
 
 use deepspec_checkpoint::{DecoderFamily, Fields};
 
-use super::QWEN3_OR_LLAMA;
 use super::pre_norm::{self, PreNormSettings};
+use super::{QWEN3_OR_LLAMA, rope};
 use crate::ModelError;
 use crate::config::{FULL_LAYER_TYPE, ModelConfig, TargetFamily, layer_count};
 use crate::nn::{GatedDeltaSpec, NormWeight};
@@ -141,10 +141,5 @@ fn rotated_channels(fields: &Fields, head_dim: i64) -> Result<i64, ModelError> {
         None => None,
     };
     let part = inside.or(fields.number("partial_rotary_factor")?).unwrap_or(ROTARY_PART);
-    let rotated = (part * head_dim as f64) as i64;
-    if rotated < 2 || rotated > head_dim || rotated % 2 != 0 {
-        let problem = format!("{part} of {head_dim} channels is no even number of them");
-        return Err(fields.error("partial_rotary_factor", problem).into());
-    }
-    Ok(rotated)
+    rope::rotated_channels(fields, part, head_dim)
 }

@@ -250,3 +250,16 @@ fn require_positive(fields: &Fields, key: &str, value: f64) -> Result<f64, Model
     }
     Err(fields.error(key, format!("{value} is not a positive number")).into())
 }
+
+/// Number of the first channels of a head of `head_dim` that rotate, if `part` of them do (`partial_rotary_factor`).
+///
+/// # Errors
+/// If it is no even number from 2 to `head_dim`.
+pub(super) fn rotated_channels(fields: &Fields, part: f64, head_dim: i64) -> Result<i64, ModelError> {
+    let rotated = (part * head_dim as f64) as i64;
+    if (2..=head_dim).contains(&rotated) && rotated % 2 == 0 {
+        return Ok(rotated);
+    }
+    let problem = format!("{part} of {head_dim} channels is no even number of them");
+    Err(fields.error("partial_rotary_factor", problem).into())
+}
