@@ -79,6 +79,23 @@ OBJECTIVES = {
     },
 }
 
+# Blocks of 15 drafts: a block of xPress counts its anchor, one of DSpark does not.
+LONG_BLOCKS = {
+    "DSpark": ("dspark", (f"{BLOCK}.block_size=15",)),
+    "DFlash": ("dflash", ("drafter.dflash.block_size=15",)),
+    **{
+        f"xPress, {passes} passes": (
+            "xpress", ("drafter.xpress.block_size=16", f"drafter.xpress.refiner.num_passes={passes}")
+        )
+        for passes in (2, 4, 6)
+    },
+}
+# Depth against the Markov head.
+DEPTHS = {
+    "DSpark, 2 layers": ("dspark", ()),
+    "DFlash, 5 layers": ("dflash", ("drafter.dflash.num_draft_layers=5",)),
+}
+
 
 class Bench:
     """Trains and evaluates, each run once."""
@@ -92,7 +109,7 @@ class Bench:
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
     def submit(self, drafter, seed, steps, rate, sets=(), label="recipe", verify="token"):
-        name = re.sub(r"[^A-Za-z0-9.+_-]+", "-", f"{drafter}-{label.replace('γ', 'gamma')}-steps{steps}-lr{rate}-seed{seed}")
+        name = file_name(drafter, label, f"steps{steps}-lr{rate}-seed{seed}")
         return self.pool.submit(self.run, name, drafter, seed, steps, rate, sets, verify)
 
     def run(self, name, drafter, seed, steps, rate, sets, verify):
@@ -116,17 +133,18 @@ class Bench:
             print(f"{name} done", file=sys.stderr, flush=True)
         return accepted_length(results)
 
-    def step_seconds(self, drafter):
+    def step_seconds(self, drafter, sets, label):
         """Processor time of a training step, from two lengths of training: start and end cancel out."""
-        kept = self.out / f"{drafter}.step-seconds"
+        kept = self.out / f"{file_name(drafter, label if sets else RECIPE)}.step-seconds"
         if not kept.is_file():
-            few, more = (self.call("deepspec-train", *self.training(drafter, "timing", 1, steps)) for steps in TIMED)
+            few, more = (self.call("deepspec-train", *self.training(drafter, "timing", 1, steps, *sets)) for steps in TIMED)
             kept.write_text(str((more - few) / (TIMED[1] - TIMED[0])))
         return float(kept.read_text())
 
-    def weights(self, drafter):
+    def weights(self, drafter, sets):
         """Number of trained weights, by the plan."""
-        command = [ROOT / "target" / "release" / "deepspec-train", *self.training(drafter, "weights", 1, SHORT), "--plan", "--json"]
+        training = self.training(drafter, "weights", 1, SHORT, *sets)
+        command = [ROOT / "target" / "release" / "deepspec-train", *training, "--plan", "--json"]
         plan = subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, check=True)
         return json.loads(plan.stdout)["trainable_weights"]
 
@@ -155,6 +173,10 @@ class Bench:
                 errors.seek(0)
                 raise SystemExit(f"{' '.join(command)}\n{errors.read()}")
         return usage.ru_utime + usage.ru_stime
+
+
+def file_name(*parts):
+    return re.sub(r"[^A-Za-z0-9.+_-]+", "-", "-".join(parts).replace("γ", "gamma"))
 
 
 def accepted_length(results):
@@ -196,27 +218,34 @@ def best_rates(bench):
 
 def all_kinds(bench, best, with_time):
     """All kinds after SHORT steps, and if asked in the time that DSpark takes for as many steps."""
-    seconds = {drafter: bench.step_seconds(drafter) for drafter in KINDS}
-    steps = {drafter: round(SHORT * seconds["dspark"] / seconds[drafter]) for drafter in KINDS}
-    columns = {"steps": dict.fromkeys(KINDS, SHORT), **({"time": steps} if with_time else {})}
+    rows = {title: (drafter, ()) for drafter, title in KINDS.items()}
+    return ["## All kinds\n", *side_by_side(bench, best, rows, with_time)]
+
+
+def side_by_side(bench, best, rows, with_time):
+    """Rows of a drafter and its settings after SHORT steps, and if asked in the time that the first takes for them."""
+    seconds = {label: bench.step_seconds(drafter, sets, label) for label, (drafter, sets) in rows.items()}
+    steps = {label: round(SHORT * next(iter(seconds.values())) / of) for label, of in seconds.items()}
+    columns = {"steps": dict.fromkeys(rows, SHORT), **({"time": steps} if with_time else {})}
     futures = {
-        (drafter, column): [bench.submit(drafter, seed, counts[drafter], best[drafter]) for seed in SEEDS]
+        (label, column): [
+            bench.submit(drafter, seed, counts[label], best[drafter], sets, label if sets else "recipe") for seed in SEEDS
+        ]
         for column, counts in columns.items()
-        for drafter in KINDS
+        for label, (drafter, sets) in rows.items()
     }
     runs = collect(futures)
     time = [" steps in equal time |", " τ in equal time |"] if with_time else []
     lines = [
-        "## All kinds\n",
         f"After {SHORT} steps. Means over {len(SEEDS)} seeds, ± is the half width of the 95 % interval (Student's t).\n",
         "".join([f"| drafter | weights | s per step | τ at {SHORT} steps |", *time]),
         "|---|---|---|---|" + "---|" * len(time),
     ]
-    for drafter, title in KINDS.items():
-        weights = f"{bench.weights(drafter) / 1e6:.2f} M"
-        cells = [title, weights, f"{seconds[drafter]:.3f}", spread(runs[drafter, "steps"])]
+    for label, (drafter, sets) in rows.items():
+        weights = f"{bench.weights(drafter, sets) / 1e6:.2f} M"
+        cells = [label, weights, f"{seconds[label]:.3f}", spread(runs[label, "steps"])]
         if with_time:
-            cells += [str(steps[drafter]), spread(runs[drafter, "time"])]
+            cells += [str(steps[label]), spread(runs[label, "time"])]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -321,6 +350,8 @@ def main():
     sections = [
         *filter(None, [rates]),
         all_kinds(bench, best, args.equal_time),
+        ["## Blocks of 15 drafts\n", *side_by_side(bench, best, LONG_BLOCKS, args.equal_time)],
+        ["## DSpark with 2 layers and DFlash with 5\n", *side_by_side(bench, best, DEPTHS, args.equal_time)],
         objectives(bench, best),
         variants(bench, best),
         by_length(bench, best),
