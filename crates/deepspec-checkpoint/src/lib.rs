@@ -59,7 +59,7 @@ pub use layouts::{
 };
 pub use quantised::quantised_folder_message;
 pub use serving::{Risk, risks};
-pub use shapes::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS};
+pub use shapes::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, OUTPUT_GATE_KEY};
 pub use shards::{
     MAX_SHARD_BYTES, Shard, is_layer_tensor, no_weights_message, split_into_shards, write_index,
 };

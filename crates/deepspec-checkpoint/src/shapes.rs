@@ -11,6 +11,8 @@ use crate::fields::Fields;
 pub const ATTENTION_SINK_BIAS: &str = "attention_sink_bias";
 /// Config key of attention sinks that vLLM reads without `dflash_config`.
 pub const ADD_SWA_ATTENTION_SINK_BIAS: &str = "add_swa_attention_sink_bias";
+/// Config key of a gate on attention's output (Qwen3.5). `q_proj` then has twice as many rows.
+pub const OUTPUT_GATE_KEY: &str = "attn_output_gate";
 pub const EMBED: &str = "embed_tokens.weight";
 pub const HEAD: &str = "lm_head.weight";
 /// Names of the tensors that speculators may store but rebuilds itself.
@@ -51,6 +53,8 @@ pub fn tensor_shapes(path: &Path, drafter: &Drafter) -> Result<Option<TensorShap
     let heads = Heads::of(&fields, drafter)?;
     let [heads, groups, dim] = [heads.query, heads.key_value, heads.dim].map(|size| size as usize);
 
+    let gates = if fields.flag(OUTPUT_GATE_KEY)?.unwrap_or(false) { 2 } else { 1 };
+
     let mut found = vec![
         ("fc.weight".to_string(), vec![width, width * drafter.kind.fc_inputs(drafter)]),
         ("norm.weight".into(), vec![width]),
@@ -59,7 +63,7 @@ pub fn tensor_shapes(path: &Path, drafter: &Drafter) -> Result<Option<TensorShap
         let read = drafter.kind.layer_inputs(layer) * width;
         let mut put =
             |name: &str, shape: Vec<usize>| found.push((format!("layers.{layer}.{name}.weight"), shape));
-        put("self_attn.q_proj", vec![heads * dim, read]);
+        put("self_attn.q_proj", vec![gates * heads * dim, read]);
         put("self_attn.k_proj", vec![groups * dim, read]);
         put("self_attn.v_proj", vec![groups * dim, read]);
         put("self_attn.o_proj", vec![width, heads * dim]);

@@ -22,7 +22,7 @@ const STEPS: usize = 3;
 const BETA: f64 = 0.6;
 
 /// Targets whose weights are large enough that every part of the model affects its output.
-fn targets() -> [ModelConfig; 3] {
+fn targets() -> [ModelConfig; 4] {
     let common = json!({
         "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "initializer_range": 0.3,
@@ -34,7 +34,9 @@ fn targets() -> [ModelConfig; 3] {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     });
     let llama = json!({"model_type": "llama", "rope_theta": 1e4});
-    [json!({"model_type": "qwen3", "rope_theta": 1e5}), gemma4, llama].map(|own| {
+    // An MTP layer of a hybrid has full attention with a gate.
+    let qwen3_5 = json!({"model_type": "qwen3_5_text", "partial_rotary_factor": 0.5, "rope_theta": 1e4});
+    [json!({"model_type": "qwen3", "rope_theta": 1e5}), gemma4, llama, qwen3_5].map(|own| {
         let mut raw = common.as_object().cloned().unwrap();
         raw.extend(own.as_object().cloned().unwrap());
         ModelConfig::parse(Path::new("config.json"), raw).unwrap()
@@ -44,7 +46,7 @@ fn targets() -> [ModelConfig; 3] {
 fn config(target: &ModelConfig) -> MtpConfig {
     MtpConfig {
         decoder: DraftDecoder {
-            model: target.draft_decoder(&[None]).unwrap(),
+            model: target.mtp_decoder().unwrap(),
             taps: vec![],
             num_target_layers: target.layers.len(),
         },

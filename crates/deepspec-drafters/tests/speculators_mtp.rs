@@ -39,14 +39,33 @@ fn theirs(name: &str) -> String {
     format!("mtp_layers.0.{}", own.unwrap_or_else(|| name.strip_prefix("layers.0.").unwrap()))
 }
 
-/// A random drafter whose norms are not all ones, and its target, under `root`.
-fn models(root: &Path) -> Mtp {
-    let target = json!({
+/// Config of a target with Qwen3's layers.
+fn qwen3() -> Value {
+    json!({
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": TARGET_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "vocab_size": 96, "initializer_range": 0.2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
         "rope_theta": 1e4, "hidden_act": "silu", "attention_bias": false, "tie_word_embeddings": false,
+    })
+}
+
+/// Config of a hybrid, whose MTP layer has a gate on attention's output, and rotates a quarter of each head.
+fn qwen3_5() -> Value {
+    let mut config = qwen3();
+    let own = json!({
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "full_attention_interval": 4,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "attn_output_gate": true,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     });
+    let map = config.as_object_mut().unwrap();
+    map.remove("rope_theta");
+    map.extend(own.as_object().unwrap().clone());
+    config
+}
+
+/// A random drafter whose norms are not all equal, and its target, under `root`.
+fn models(root: &Path, target: &Value) -> Mtp {
     let folder = |name: &str| {
         fs::create_dir_all(root.join(name)).unwrap();
         root.join(name)
@@ -55,7 +74,7 @@ fn models(root: &Path) -> Mtp {
     let target_config = ModelConfig::parse(Path::new("config.json"), raw).unwrap();
     let config = MtpConfig {
         decoder: DraftDecoder {
-            model: target_config.draft_decoder(&[None]).unwrap(),
+            model: target_config.mtp_decoder().unwrap(),
             taps: vec![],
             num_target_layers: TARGET_LAYERS,
         },
@@ -112,9 +131,18 @@ fn ours(model: &Mtp, sample: TrainSample) -> (f64, Vec<f64>, Vec<Tensor>) {
 
 #[test]
 fn speculators_trains_a_converted_mtp_1_alike() {
+    compare_with_speculators(&qwen3());
+}
+
+#[test]
+fn speculators_trains_a_converted_mtp_1_of_a_hybrid_alike() {
+    compare_with_speculators(&qwen3_5());
+}
+
+fn compare_with_speculators(target: &Value) {
     let Some(python) = skip::speculators_python("speculators and torch") else { return };
     let root = tempfile::tempdir().unwrap();
-    let model = models(root.path());
+    let model = models(root.path(), target);
     let (drafter, target) = (root.path().join("drafter"), root.path().join("target"));
     let target = Target::open(&target, target.to_str().unwrap()).unwrap();
     let source = open_checkpoint(&drafter).unwrap();

@@ -230,6 +230,8 @@ pub(crate) enum DraftLayers {
         blocks: Family,
         /// Family of the drafters that draft token by token.
         tokens: Family,
+        /// Whether MTP layers are the family's own: its checkpoints store them, and engines load them from there.
+        own_mtp: bool,
     },
 }
 
@@ -239,7 +241,7 @@ pub type Family = &'static TargetFamily;
 impl TargetFamily {
     /// Whether drafters may have layers of this family.
     pub fn has_drafters(&self) -> bool {
-        matches!(self.drafts, DraftLayers::Own { .. })
+        matches!(self.drafts, DraftLayers::Own { .. } | DraftLayers::Other { own_mtp: true, .. })
     }
 
     /// Names of the supported checkpoint classes, for messages.

@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::path::Path;
 
-use deepspec_checkpoint::{ATTENTION_SINK_BIAS, CheckpointError, Fields};
+use deepspec_checkpoint::{ATTENTION_SINK_BIAS, CheckpointError, Fields, OUTPUT_GATE_KEY};
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::Recipe;
@@ -28,6 +28,9 @@ pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
 
     /// Whether the drafter reads outputs of the target's layers. If not, it reads the target's final states only.
     const READS_LAYERS: bool = true;
+
+    /// Whether the layers may have gates on the outputs of attention, as Qwen3.5's have.
+    const MAY_HAVE_OUTPUT_GATE: bool = false;
 
     /// Whether the heads of a block drafter read the anchor's slot, although it drafts nothing, and the token before the anchor.
     const READS_ANCHOR_SLOT: bool = false;
@@ -137,6 +140,10 @@ impl<S: DrafterSettings> DraftConfig<S> {
         let has_sinks = self.model().layers.iter().any(|layer| layer.attention.sinks);
         if has_sinks && self.settings.block_spec().is_none() {
             return Err((ATTENTION_SINK_BIAS, "only DSpark and DFlash have attention sinks".into()));
+        }
+        if self.model().layers.iter().any(|layer| layer.output_gate) && !S::MAY_HAVE_OUTPUT_GATE {
+            let problem = "only MTP-1 has layers with a gate on attention's output".into();
+            return Err((OUTPUT_GATE_KEY, problem));
         }
         self.settings.check(self.model())
     }

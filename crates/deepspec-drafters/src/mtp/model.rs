@@ -91,6 +91,7 @@ pub type MtpConfig = DraftConfig<MtpSettings>;
 impl DrafterSettings for MtpSettings {
     const CLASS: &'static str = "MTPModel";
     const READS_LAYERS: bool = false;
+    const MAY_HAVE_OUTPUT_GATE: bool = true;
 
     fn read(fields: &Fields) -> Result<Self, CheckpointError> {
         let beta = fields.number("step_weight_beta")?.unwrap_or(Self::default().step_weight_beta);
@@ -108,6 +109,9 @@ impl DrafterSettings for MtpSettings {
     fn check(&self, model: &ModelConfig) -> Result<(), ConfigIssue> {
         if model.layers.len() != 1 {
             return Err(("num_hidden_layers", format!("MTP-1 has 1 layer, and not {}", model.layers.len())));
+        }
+        if model.layers[0].gated_delta.is_some() {
+            return Err(("layer_types", "an MTP-1 layer with linear attention is not supported".into()));
         }
         if model.layers[0].attention.window.is_some() {
             return Err(("layer_types", "an MTP-1 layer with a sliding window is not supported".into()));
@@ -144,7 +148,7 @@ impl MtpModules {
     /// Requests the parameters from the builder, in the order in which they are trained.
     pub(super) fn build(b: &Builder, config: &MtpConfig) -> Self {
         let c = config.model();
-        let norm = |name: &str| RmsNorm::new(b, name, c.hidden_size, c.rms_norm_eps);
+        let norm = |name: &str| RmsNorm::with_weight(b, name, c.hidden_size, c.rms_norm_eps, c.norm_weight);
         Self {
             pre_fc_norm_embedding: norm("pre_fc_norm_embedding"),
             pre_fc_norm_hidden: norm("pre_fc_norm_hidden"),

@@ -50,7 +50,7 @@ pub fn build_plan<D>(
 ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
     let MtpRecipe { num_speculative_steps, step_weight_beta } = *own;
     let config = MtpConfig {
-        decoder: DraftDecoder::new(target.draft_decoder(&[None]), recipe, target)?,
+        decoder: DraftDecoder::new(target.mtp_decoder(), recipe, target)?,
         settings: MtpSettings { num_speculative_steps, step_weight_beta },
     };
     config.check_recipe()?;
@@ -115,6 +115,8 @@ impl DrafterKind for MtpModules {
         let heads = model.layers[0].attention.heads;
         // Attention repeats keys and values for every query head.
         let repeated = 2 * (heads.query - heads.key_value) * heads.dim;
+        // The gate before and after its sigmoid, and attention's output before it.
+        let gated = if model.layers[0].output_gate { 3 * heads.query * heads.dim } else { 0 };
         PassRows {
             layers: steps * tokens,
             at_once: tokens,
@@ -122,7 +124,7 @@ impl DrafterKind for MtpModules {
             context: 0,
             supervised: steps * supervised,
             // The embedding, both inputs of `fc` side by side, and the state before its norm.
-            own_values: (4 * model.hidden_size + repeated) as usize,
+            own_values: (4 * model.hidden_size + repeated + gated) as usize,
             head_values: 0,
             attention: 0,
         }
@@ -213,7 +215,8 @@ fn sample_flops(config: &MtpConfig, sample: &TrainSample) -> f64 {
     let (count, seen) = (positions as f64, (positions * (positions + 1) / 2) as f64);
     let Heads { query, key_value, dim } = layer.attention.heads;
     let (queries, keys) = ((query * dim) as f64, (key_value * dim) as f64);
-    let projected = d * (2.0 * d + 2.0 * queries + 2.0 * keys + 3.0 * layer.intermediate_size as f64);
+    let gates = if layer.output_gate { queries } else { 0.0 };
+    let projected = d * (2.0 * d + 2.0 * queries + gates + 2.0 * keys + 3.0 * layer.intermediate_size as f64);
     let of_steps = TRAINED_FACTOR * steps as f64 * (count * projected + 2.0 * seen * queries);
     let rows: usize = (0..steps).map(|step| supervised_count(&sample.loss_mask, step, steps)).sum();
     let (draft_logits, target_logits) = (FROZEN_FACTOR * rows as f64 * d * vocab, rows as f64 * d * vocab);

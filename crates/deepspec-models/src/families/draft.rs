@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use deepspec_checkpoint::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, Fields};
+use deepspec_checkpoint::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, Fields, OUTPUT_GATE_KEY};
 use deepspec_core::cli::UsageError;
 use serde_json::{Value, json};
 
@@ -23,7 +23,9 @@ impl ModelConfig {
     pub fn accepts_drafters_of(&self, family: Family) -> bool {
         let is_declared = match self.family.drafts {
             DraftLayers::Own { blocks, .. } => self.family == family || blocks == Some(family),
-            DraftLayers::Other { blocks, tokens } => blocks == family || tokens == family,
+            DraftLayers::Other { blocks, tokens, own_mtp } => {
+                blocks == family || tokens == family || own_mtp && self.family == family
+            }
         };
         let is_usual = family == &qwen3::FAMILY || family == &llama::FAMILY;
         is_declared || self.family.decoder.pre_norm && is_usual
@@ -88,6 +90,35 @@ impl ModelConfig {
         let mut raw = config(&self.raw, &layers);
         raw.retain(|key, _| ![ATTENTION_SINK_BIAS, ADD_SWA_ATTENTION_SINK_BIAS].contains(&key.as_str()));
         Ok(Self { raw, layers, embed_scale, ..self.clone() })
+    }
+
+    /// Whether checkpoints of the family store an MTP layer of the family's own layers.
+    pub fn stores_mtp(&self) -> bool {
+        matches!(self.family.drafts, DraftLayers::Other { own_mtp: true, .. })
+    }
+
+    /// The decoder of an MTP drafter, which has one layer with full attention. It is the target's own layer where the family's
+    /// checkpoints store MTP layers (Qwen3.5), and else that of [`ModelConfig::draft_decoder`].
+    ///
+    /// # Errors
+    /// As [`ModelConfig::draft_decoder`].
+    pub fn mtp_decoder(&self) -> Result<Self, ModelError> {
+        if !self.stores_mtp() {
+            return self.draft_decoder(&[None]);
+        }
+        let mut full = self.layers.iter().filter(|layer| layer.gated_delta.is_none());
+        let Some(layer) = full.next() else {
+            return Err(ModelError::Mismatch(UsageError(
+                "the target has no layer with full attention".into(),
+            )));
+        };
+        let text = self.raw.get("text_config").and_then(Value::as_object).unwrap_or(&self.raw);
+        let mut raw = text.clone();
+        raw.insert("model_type".into(), json!(self.family.decoder.model_types[1]));
+        // Defaults of the family, which readers of other tensors than the layer's need to know.
+        raw.insert(OUTPUT_GATE_KEY.into(), json!(layer.output_gate));
+        set_layer_keys(&mut raw, std::slice::from_ref(layer));
+        Ok(Self { raw, layers: vec![layer.clone()], ..self.clone() })
     }
 
     /// The decoder with attention sinks in all layers; None if layers of this family have none.

@@ -42,7 +42,8 @@ const FAMILIES: [Family; 11] = [
 
 /// Layers of drafters for targets whose own layers no engine runs in a drafter: block drafters have those of Qwen3,
 /// others those of Llama.
-const QWEN3_OR_LLAMA: DraftLayers = DraftLayers::Other { blocks: &qwen3::FAMILY, tokens: &llama::FAMILY };
+const QWEN3_OR_LLAMA: DraftLayers =
+    DraftLayers::Other { blocks: &qwen3::FAMILY, tokens: &llama::FAMILY, own_mtp: false };
 
 /// All known families.
 pub fn families() -> impl Iterator<Item = Family> {

@@ -1,11 +1,11 @@
 //! Qwen3.5 (dense text part): Gated DeltaNet in three of four layers, and gated attention in the others.
 
-use deepspec_checkpoint::{DecoderFamily, Fields};
+use deepspec_checkpoint::{DecoderFamily, Fields, OUTPUT_GATE_KEY};
 
 use super::pre_norm::{self, PreNormSettings};
-use super::{QWEN3_OR_LLAMA, rope};
+use super::{llama, qwen3, rope};
 use crate::ModelError;
-use crate::config::{FULL_LAYER_TYPE, ModelConfig, TargetFamily, layer_count};
+use crate::config::{DraftLayers, FULL_LAYER_TYPE, ModelConfig, TargetFamily, layer_count};
 use crate::nn::{GatedDeltaSpec, NormWeight};
 
 /// The text part of Qwen3.5, dense.
@@ -14,8 +14,8 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
     classes: &["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
     read,
     fused: None,
-    // Drafters have neither linear attention nor gates.
-    drafts: QWEN3_OR_LLAMA,
+    // Only MTP layers have gates, and no drafter has linear attention.
+    drafts: DraftLayers::Other { blocks: &qwen3::FAMILY, tokens: &llama::FAMILY, own_mtp: true },
     // That of Qwen3.
     chat: None,
     shapes: &[("Qwen/Qwen3.5-4B", include_str!("../../../../configs/shapes/qwen3_5_4b.json"))],
@@ -27,7 +27,7 @@ static DECODER: DecoderFamily = DecoderFamily {
     model_types: &["qwen3_5", "qwen3_5_text"],
     pre_norm: true,
     qk_norm: true,
-    // Drafters have no such layers.
+    // Configs of drafters name all sizes.
     defaults: Vec::new,
 };
 
@@ -61,9 +61,9 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
         let problem = format!("\"{other}\" is not supported; expected \"silu\" or \"swish\"");
         return Err(fields.error("output_gate_type", problem).into());
     }
-    if fields.flag("attn_output_gate")? == Some(false) {
+    if fields.flag(OUTPUT_GATE_KEY)? == Some(false) {
         return Err(fields
-            .error("attn_output_gate", "attention without an output gate is not supported")
+            .error(OUTPUT_GATE_KEY, "attention without an output gate is not supported")
             .into());
     }
     let is_linear = linear_layers(fields)?;

@@ -125,6 +125,11 @@ impl<'a> Builder<'a> {
         Self::new(ParameterSource::Shared(SharedTensors::new(named)))
     }
 
+    /// Whether the parameters never change: weights are packed for inference.
+    pub(super) fn is_for_inference(&self) -> bool {
+        self.packs
+    }
+
     fn new(source: ParameterSource<'a>) -> Self {
         Self { source, packs: false, named: RefCell::default(), error: RefCell::default() }
     }

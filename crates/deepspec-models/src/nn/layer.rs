@@ -197,17 +197,20 @@ impl DecoderLayer {
         let keys_values = attention.keys_values.as_ref().filter(|_| is_pre_norm)?;
         let has_equal_norms = attention.q_norm.is_some() == keys_values.k_norm.is_some();
         (keys_values.v_norm.is_none() && has_equal_norms).then_some(())?;
-        let qk_norms = attention.q_norm.as_ref().zip(keys_values.k_norm.as_ref());
+        let qk_norms = match (&attention.q_norm, &keys_values.k_norm) {
+            (Some(q), Some(k)) => Some([q.params()?, k.params()?]),
+            _ => None,
+        };
         Some(LayerWeights {
-            input_norm: self.input_norm.params(),
+            input_norm: self.input_norm.params()?,
             qkv: [
                 attention.q_proj.weight(),
                 keys_values.k_proj.weight(),
                 keys_values.v_proj.as_ref()?.weight(),
             ],
-            qk_norms: qk_norms.map(|(q, k)| [q.params(), k.params()]),
+            qk_norms,
             output: attention.o_proj.weight(),
-            mlp_norm: self.mlp_norm.params(),
+            mlp_norm: self.mlp_norm.params()?,
             mlp: [&mlp.gate_proj, &mlp.up_proj, &mlp.down_proj].map(Linear::weight),
             heads: attention.heads,
             fits: &self.fits,
