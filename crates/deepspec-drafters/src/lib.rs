@@ -55,7 +55,10 @@ pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe,
     Eagle3Settings, Supervise, metric_defs as eagle3_metric_defs,
 };
-pub use mtp::{Mtp, MtpBatch, MtpConfig, MtpObjective, MtpPlan, MtpProposer, MtpRecipe, MtpSettings};
+pub use mtp::{
+    Mtp, MtpBatch, MtpConfig, MtpObjective, MtpPlan, MtpProposer, MtpRecipe, MtpSettings, extract_mtp,
+    merge_mtp,
+};
 pub use peagle::{
     DownSampling, PEagle, PEagleBatch, PEagleConfig, PEagleObjective, PEaglePlan, PEagleProposer,
     PEagleRecipe, PEagleSettings,

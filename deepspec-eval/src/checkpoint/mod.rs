@@ -3,6 +3,7 @@
 mod convert;
 mod doctor;
 mod inspect;
+mod mtp;
 
 use std::path::PathBuf;
 
@@ -11,6 +12,8 @@ use deepspec_checkpoint::CheckpointError;
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_hub::{HubError, ModelFiles, model_dir, model_files};
 
+pub use mtp::write_mtp_of_target;
+
 /// Subcommands of `checkpoint`.
 #[derive(clap::Subcommand)]
 pub enum Command {
@@ -18,6 +21,10 @@ pub enum Command {
     Inspect(inspect::Args),
     /// Write a checkpoint in another tool's layout, its weights byte for byte
     Convert(convert::Args),
+    /// Write the MTP layer that a target's checkpoint stores (Qwen3.5) as a drafter, its weights byte for byte
+    ExtractMtp(mtp::ExtractArgs),
+    /// Write a copy of a target (Qwen3.5) with an MTP-1 drafter as its MTP layer, for vLLM
+    MergeMtp(mtp::MergeArgs),
     /// Measure a drafter on a few prompts and name the likeliest cause of a low accepted length
     Doctor(doctor::Args),
 }
@@ -30,6 +37,8 @@ pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
     match command {
         Command::Inspect(args) => inspect::run(args, verbosity),
         Command::Convert(args) => convert::run(args, verbosity),
+        Command::ExtractMtp(args) => mtp::extract(args, verbosity),
+        Command::MergeMtp(args) => mtp::merge(args, verbosity),
         Command::Doctor(args) => doctor::run(args, verbosity),
     }
 }

@@ -30,8 +30,9 @@ pub struct Args {
     /// Folder, GGUF file or hub id (owner/name, owner/name@revision) of the model whose answers are generated
     #[arg(long, value_name = "M")]
     pub target: String,
-    /// Folder or hub id of a drafter checkpoint, or `none` for plain decoding. A smaller language model of the same tokenizer
-    /// may be a folder, GGUF file or hub id. With --server only its name in the results
+    /// Folder or hub id of a drafter checkpoint, or `none` for plain decoding, or `mtp` for the MTP layer in the target's own
+    /// checkpoint. A smaller language model of the same tokenizer may be a folder, GGUF file or hub id. With --server only
+    /// its name in the results
     #[arg(long, value_name = "D", required_unless_present = "server")]
     pub draft: Option<String>,
     /// Decode by the engine at this address, which serves the target with a drafter: vLLM, SGLang or llama.cpp. Figures are
@@ -229,6 +230,17 @@ impl Args {
     /// The drafter's name; None for plain decoding.
     pub fn drafter_name(&self) -> Option<&str> {
         self.draft.as_deref().filter(|draft| *draft != "none")
+    }
+
+    /// Whether the drafter is the MTP layer in the target's own checkpoint.
+    pub fn drafts_with_mtp_of_target(&self) -> bool {
+        self.draft.as_deref() == Some("mtp") && self.server.is_none()
+    }
+
+    /// Folder to which the MTP layer of the target is written. Workers run at once, so each has its own.
+    pub fn mtp_dir(&self) -> PathBuf {
+        let name = self.worker.map_or_else(|| "mtp".into(), |worker| format!("mtp-{}", worker.index));
+        self.output_dir.join(name)
     }
 
     /// Whether a second pass decodes the samples with the other draft-sampling rule (greedy or

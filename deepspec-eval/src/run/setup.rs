@@ -6,7 +6,7 @@ use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_cost::policy::Policy;
 use deepspec_datasets::suites::{RequestTemplate, SuiteDir, TokenizedSuite};
-use deepspec_drafters::Drafter;
+use deepspec_drafters::{Drafter, MtpSettings};
 use deepspec_engine::Sampling;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelError, Weights};
@@ -15,6 +15,7 @@ use deepspec_text::ChatTokenizer;
 use super::args::{Args, Switch};
 use super::models::{self, DeviceAndDtype, Speculation};
 use crate::calibration::Calibration;
+use crate::checkpoint::write_mtp_of_target;
 use crate::results::{DrafterIdentity, Settings, TargetIdentity};
 
 /// A run whose arguments are resolved.
@@ -49,7 +50,18 @@ impl Setup {
             model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
         };
         let target_dir = fetch("--target", &args.target)?;
-        let draft_dir = args.drafter_name().map(|draft| fetch("--draft", draft)).transpose()?;
+        let draft_dir = match args.drafter_name() {
+            Some(_) if args.drafts_with_mtp_of_target() => {
+                let (dir, steps) = (
+                    args.mtp_dir(),
+                    args.max_draft_tokens.unwrap_or(MtpSettings::default().num_speculative_steps),
+                );
+                write_mtp_of_target(&target_dir, &args.target, steps, &dir, true).context("--draft mtp")?;
+                Some(dir)
+            }
+            Some(draft) => Some(fetch("--draft", draft)?),
+            None => None,
+        };
         let tokenizer = ChatTokenizer::load(&target_dir)?;
         let stop_ids = deepspec_models::stop_ids(&target_dir, tokenizer.eos_token_id())?;
         tokenizer.log_stop_tokens(&stop_ids);

@@ -6,8 +6,10 @@
 mod batch;
 mod formats;
 mod model;
+mod native;
 mod train;
 
 pub use batch::MtpBatch;
 pub use model::{Mtp, MtpConfig, MtpObjective, MtpProposer, MtpRecipe, MtpSettings};
+pub use native::{extract_mtp, merge_mtp};
 pub use train::{MTP_INFO, MtpPlan, build_plan, read_recipe};

@@ -1,0 +1,145 @@
+//! MTP layers in the checkpoints of targets become drafters, byte for byte.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use common::noise;
+use deepspec_checkpoint::Target;
+use deepspec_drafters::{DraftDecoder, Mtp, MtpConfig, MtpSettings, extract_mtp};
+use deepspec_models::{ModelConfig, save};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+use tempfile::TempDir;
+
+/// Config of a multimodal hybrid, as published.
+fn hybrid() -> Value {
+    json!({
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "tie_word_embeddings": false,
+        "text_config": {
+            "model_type": "qwen3_5_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96,
+            "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "full_attention_interval": 4,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": false, "attn_output_gate": true,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    })
+}
+
+/// A drafter like the target's MTP layer.
+fn drafter(config: &Value) -> Mtp {
+    let target = ModelConfig::parse(Path::new("config.json"), config.as_object().unwrap().clone()).unwrap();
+    let decoder = DraftDecoder {
+        model: target.mtp_decoder().unwrap(),
+        taps: vec![],
+        num_target_layers: target.layers.len(),
+    };
+    let settings = MtpSettings { num_speculative_steps: 2, ..MtpSettings::default() };
+    let ends = [1, 2].map(|seed| noise(seed, &[96, 32]));
+    let model = Mtp::fresh(MtpConfig { decoder, settings }, &ends[0], &ends[1], 3, Kind::Float);
+    // Norms of the family are stored without the 1 that is added to them.
+    let norms = model.parameters().iter().filter(|(name, _)| name.contains("norm"));
+    assert_eq!(norms.clone().count(), 7);
+    for (seed, (_, norm)) in norms.enumerate() {
+        assert_eq!(norm.abs().max().double_value(&[]), 0.0);
+        let _ = norm.shallow_clone().g_add_(&(noise(9 + seed as u64, &norm.size()) * 0.2));
+    }
+    model
+}
+
+/// The target's folder with tensors changed by `edit`.
+fn target(config: &Value, model: &Mtp, edit: impl Fn(&mut Vec<(String, Tensor)>)) -> (TempDir, PathBuf) {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("target");
+    fs::create_dir(&dir).unwrap();
+    let (embed, head) = model.embed_and_head();
+    let mut tensors = vec![
+        ("model.language_model.embed_tokens.weight".to_string(), embed),
+        ("lm_head.weight".into(), head),
+        ("model.language_model.norm.weight".into(), noise(4, &[32])),
+    ];
+    let own = model.parameters().iter().map(|(name, tensor)| (format!("mtp.{name}"), tensor.shallow_clone()));
+    tensors.extend(own);
+    edit(&mut tensors);
+    save(&dir.join("model.safetensors"), &tensors, Kind::BFloat16).unwrap();
+    fs::write(dir.join("config.json"), config.to_string()).unwrap();
+    (root, dir)
+}
+
+fn extracted(dir: &Path) -> Result<PathBuf, String> {
+    let target = Target::open(dir, "target").unwrap();
+    let out = dir.with_file_name("drafter");
+    extract_mtp(&target, 2).map_err(|error| error.to_string())?.write(&out, false).unwrap();
+    Ok(out)
+}
+
+#[test]
+fn the_layer_of_a_checkpoint_is_the_drafter_that_was_stored() {
+    let config = hybrid();
+    let model = drafter(&config);
+    let (_root, dir) = target(&config, &model, |_| ());
+    let out = extracted(&dir).unwrap();
+    let found = Mtp::load(&out, Device::Cpu, Kind::BFloat16).unwrap();
+    assert_eq!(found.config().settings, model.config().settings);
+    assert_eq!(found.config().model().layers, model.config().model().layers);
+    let (found, stored) = (found.checkpoint(), model.checkpoint());
+    assert_eq!(found.len(), stored.len());
+    for (name, tensor) in stored {
+        let (_, found) = found.iter().find(|(known, _)| *known == name).unwrap();
+        assert!(found.equal(&tensor.to_kind(Kind::BFloat16)), "{name}");
+    }
+    // An equal folder stays, and is no error.
+    extracted(&dir).unwrap();
+}
+
+/// A target that ties its LM head to the embedding stores one tensor for both.
+#[test]
+fn a_tied_head_is_the_embedding() {
+    let mut config = hybrid();
+    config["tie_word_embeddings"] = true.into();
+    let model = drafter(&config);
+    let (_root, dir) =
+        target(&config, &model, |tensors| tensors.retain(|(name, _)| name != "lm_head.weight"));
+    let found = Mtp::load(&extracted(&dir).unwrap(), Device::Cpu, Kind::Float).unwrap();
+    let (embed, head) = found.embed_and_head();
+    assert!(embed.equal(&head));
+}
+
+#[test]
+fn other_checkpoints_are_refused_by_name() {
+    let config = hybrid();
+    let model = drafter(&config);
+    let refused = |config: &Value, edit: &dyn Fn(&mut Vec<(String, Tensor)>), words: &[&str]| {
+        let (_root, dir) = target(config, &model, edit);
+        let problem = extracted(&dir).unwrap_err();
+        assert!(words.iter().all(|word| problem.contains(word)), "{words:?} not in: {problem}");
+    };
+    refused(
+        &config,
+        &|tensors| tensors.retain(|(name, _)| name != "mtp.fc.weight"),
+        &["mtp.fc.weight", "missing"],
+    );
+    let more = |tensors: &mut Vec<(String, Tensor)>| {
+        tensors.push(("mtp.layers.1.input_layernorm.weight".into(), noise(5, &[32])));
+    };
+    refused(&config, &more, &["mtp.layers.1.input_layernorm.weight", "no such tensor"]);
+    let narrow = |tensors: &mut Vec<(String, Tensor)>| {
+        let (_, fc) = tensors.iter_mut().find(|(name, _)| name == "mtp.fc.weight").unwrap();
+        *fc = fc.narrow(1, 0, 32).contiguous();
+    };
+    refused(&config, &narrow, &["mtp.fc.weight", "[32, 32]", "[32, 64]"]);
+    for (key, value, word) in [
+        ("mtp_num_hidden_layers", json!(2), "2 MTP layers"),
+        ("mtp_use_dedicated_embeddings", json!(true), "own"),
+    ] {
+        let mut changed = config.clone();
+        changed["text_config"][key] = value;
+        refused(&changed, &|_| (), &[key, word]);
+    }
+    let mut dense = config["text_config"].clone();
+    dense["model_type"] = "qwen3".into();
+    dense["layer_types"] = Value::Null;
+    refused(&dense, &|_| (), &["Qwen3 ", "no MTP layer"]);
+}

@@ -1,0 +1,114 @@
+//! MTP layers in a target's own checkpoint: `run --draft mtp`, `checkpoint extract-mtp` and `checkpoint merge-mtp`.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+
+use common::training::{Lessons, smoke, train};
+use common::{Answers, answers, assert_refused, deepspec_eval, repository, results};
+use deepspec_drafters::{DraftDecoder, MtpConfig, MtpObjective, MtpPlan, MtpSettings};
+use deepspec_models::{ModelConfig, save};
+use deepspec_testkit::tiny;
+use serde_json::Value;
+use tch::{Kind, Tensor};
+
+const STEPS: usize = 3;
+
+/// Writes an MTP-1 drafter to `dir` that has learned the target's greedy answers to the evaluated prompts.
+fn write_drafter(target: &Path, dir: &Path) {
+    let model = ModelConfig::load(target).unwrap();
+    let decoder = DraftDecoder {
+        model: model.mtp_decoder().unwrap(),
+        taps: vec![],
+        num_target_layers: model.layers.len(),
+    };
+    let settings = MtpSettings { num_speculative_steps: STEPS, ..MtpSettings::default() };
+    let plan = MtpPlan::new(MtpConfig { decoder, settings }, MtpObjective::new(0.6, STEPS));
+    let lessons =
+        Lessons { target: target.to_path_buf(), suites: smoke(), rows: 0..2, tokens: 32, thinking: false };
+    let samples = lessons.samples(&[], |out| (out.captured_states, out.hidden));
+    let trainee = train(&plan, target, 150, samples);
+    fs::create_dir(dir).unwrap();
+    save(&dir.join("model.safetensors"), &trainee.checkpoint(), Kind::BFloat16).unwrap();
+    fs::write(dir.join("config.json"), Value::Object(trainee.config_json()).to_string()).unwrap();
+}
+
+/// Answers and results of a greedy run.
+fn evaluated(target: &Path, draft: &str, out: &Path) -> (Answers, Value) {
+    let suites = repository("eval_datasets");
+    let mut args = vec!["--quiet", "run", "--device", "cpu", "--dtype", "float32", "--temperature", "0"];
+    args.extend(["--target", target.to_str().unwrap(), "--draft", draft, "--limit", "2", "--no-baseline"]);
+    args.extend(["--suites-dir", suites.to_str().unwrap(), "--max-new-tokens", "32", "--max-num-seqs", "2"]);
+    args.extend(["--suite", "smoke-math", "--suite", "smoke-code", "--suite", "smoke-chat"]);
+    args.extend(["--output-dir", out.to_str().unwrap()]);
+    let output = deepspec_eval(&args);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    (answers(out), results(out))
+}
+
+#[test]
+fn a_merged_layer_drafts_as_its_drafter_does() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = |name: &str| root.path().join(name);
+    let (target, drafter, merged) = (dir("target"), dir("drafter"), dir("merged"));
+    fs::create_dir(&target).unwrap();
+    tiny::target(&target, "qwen3_5");
+    let text = |path: &Path| path.display().to_string();
+
+    // 1. The random target stores no whole MTP layer.
+    let bare = deepspec_eval(&[
+        "checkpoint",
+        "extract-mtp",
+        "--target",
+        &text(&target),
+        "--output-dir",
+        &text(&dir("x")),
+    ]);
+    assert_refused(&bare, 1, &["mtp.", "missing"]);
+
+    // 2. The drafter becomes the target's MTP layer, and nothing else changes.
+    write_drafter(&target, &drafter);
+    let merge = |from: &Path| {
+        let [from, target, out] = [from, &target, &merged].map(text);
+        deepspec_eval(&[
+            "checkpoint",
+            "merge-mtp",
+            "--draft",
+            &from,
+            "--target",
+            &target,
+            "--output-dir",
+            &out,
+        ])
+    };
+    let output = merge(&drafter);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && told.contains("\"method\": \"mtp\""), "{told}");
+    let tensors = |dir: &Path| Tensor::read_safetensors(dir.join("model.safetensors")).unwrap();
+    let (old, new, own) = (tensors(&target), tensors(&merged), tensors(&drafter));
+    let find = |name: &str| &new.iter().find(|(known, _)| known == name).unwrap().1;
+    let others: Vec<_> = old.iter().filter(|(name, _)| !name.starts_with("mtp.")).collect();
+    assert!(others.iter().all(|(name, tensor)| find(name).equal(tensor)));
+    let of_layer = own.iter().filter(|(name, _)| name != "embed_tokens.weight" && name != "lm_head.weight");
+    assert!(of_layer.clone().all(|(name, tensor)| find(&format!("mtp.{name}")).equal(tensor)));
+    assert_eq!(new.len(), others.len() + of_layer.count());
+    assert!(merged.join("tokenizer.json").is_file());
+    // A drafter of another kind is refused.
+    assert_refused(&merge(&repository("assets/tiny-dspark")), 2, &["DSpark", "Qwen3_5MTPModel"]);
+
+    // 3. It drafts as the drafter does, and answers are those of plain decoding.
+    let (plain, _) = evaluated(&merged, "none", &dir("plain"));
+    let (from_folder, folder) = evaluated(&target, &text(&drafter), &dir("folder"));
+    let (from_target, own) = evaluated(&merged, "mtp", &dir("own"));
+    assert_eq!(plain.len(), 6);
+    assert!(plain == from_folder && plain == from_target);
+    let tau = own["overall"]["accepted_length"].as_f64().unwrap();
+    assert!(tau > 1.5, "the drafter is too bad to show anything: τ {tau}");
+    let counts = |found: &Value| -> Vec<Value> {
+        found["suites"].as_array().unwrap().iter().map(|suite| suite["counts"].clone()).collect()
+    };
+    assert_eq!(counts(&own), counts(&folder));
+    // Training may start from the extracted folder, which the run leaves.
+    assert!(dir("own").join("mtp/config.json").is_file());
+}
