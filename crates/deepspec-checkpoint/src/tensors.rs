@@ -142,7 +142,7 @@ impl Tensors {
         let (mut quantised, mut facts, mut parts) = (BTreeMap::new(), self.facts.clone(), BTreeMap::new());
         for name in self.facts.keys().filter(|name| is_shown(name)) {
             let Some((plain, tensor)) = weights.find(&self, name)? else { continue };
-            parts.extend(tensor.parts().filter_map(|part| facts.remove_entry(part)));
+            parts.extend(tensor.parts().into_iter().filter_map(|part| facts.remove_entry(part)));
             if facts.insert(plain.clone(), tensor.metadata()).is_some() {
                 let problem = format!("`{name}` is the same weight, quantised; remove one of them");
                 return Err(self.error(&plain, problem));

@@ -161,7 +161,7 @@ impl Weights {
         let module = name.strip_suffix("weight").unwrap_or(name);
         let is_like = |other: &&str| {
             other.strip_suffix(within).is_some_and(|before| before.ends_with('.'))
-                || (other.starts_with(module) && other.ends_with("qweight"))
+                || (other.starts_with(module) && (other.ends_with("qweight") || other.ends_with("_blocks")))
         };
         self.tensors.iter().map(|(other, _)| other).find(is_like).map(str::to_owned)
     }

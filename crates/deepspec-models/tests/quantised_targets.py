@@ -121,7 +121,8 @@ def compressed(config, weights, *groups, scale_dtype=torch.float32, ordered=Fals
         state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zero_points}
         state = compressor.compress(state, scheme)
         value = compressor.decompress(state, scheme)["weight"]
-        assert value.dtype == scale_dtype
+        # Float4 is exact in bfloat16, too.
+        assert value.dtype == scale_dtype or scheme.format == "mxfp4-pack-quantized"
         if ordered:
             value = reorder(state, scheme.weights)
         stored |= {f"{module}.{name}": tensor for name, tensor in state.items()}
@@ -165,6 +166,7 @@ def compressed_float8(strategy, **args):
     return ["Linear"], "float-quantized", {"num_bits": 8, "type": "float", "strategy": strategy, **args}
 
 
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
 # One scheme for attention, by the names of its modules, and others for two kinds of other modules.
 SEVERAL_GROUPS = (
     (["re:.*self_attn.*"], *packed(4, "group", group_size=8, symmetric=False)[1:]),
@@ -266,7 +268,33 @@ def gptq(config, weights, *, bits, group_size, form="gptq", ordered=False):
     return stored, expected
 
 
+def mxfp4(config, tensors):
+    """`quant_method: mxfp4` of gpt-oss, by transformers. The experts are random ones of 64 channels."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    random = torch.Generator().manual_seed(7)
+    config["intermediate_size"] = 64
+    stored, expected = {}, {}
+    for name in [name for name in tensors if ".experts." in name]:
+        experts, *shape = tensors.pop(name).shape
+        inputs = 64 if "down_proj" in name else config["hidden_size"]
+        outputs = 128 if "gate_up_proj" in name else config["hidden_size"]
+        if name.endswith("_bias"):
+            stored[name] = expected[name] = torch.randn(experts, outputs, generator=random)
+            continue
+        numbers = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=random, dtype=torch.uint8)
+        scales = torch.randint(118, 124, (experts, outputs, inputs // 32), generator=random, dtype=torch.uint8)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = numbers, scales
+        expected[name] = convert_moe_packed_tensors(numbers, scales)
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    }
+    return stored, expected
+
+
 SCHEMES = {
+    "compressed mxfp4": lambda *model: compressed(*model, (["Linear"], "mxfp4-pack-quantized", MXFP4)),
     "awq": lambda *model: awq(*model, 16),
     "awq rows": lambda *model: awq(*model, -1),
     "gptq int4": lambda *model: gptq(*model, bits=4, group_size=16),
@@ -322,13 +350,17 @@ def write(scheme, plain, out):
     quantised, expected = out / scheme / "quantised", out / scheme / "expected"
     quantised.mkdir(parents=True)
     expected.mkdir()
-    (expected / "config.json").write_text(json.dumps(config))
-    modules = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
-    modules += ["lm_head"] if scheme in WITH_HEAD else []
-    weights = {module: tensors.pop(f"{module}.weight") for module in modules}
-    stored, values = SCHEMES[scheme](config, weights)
+    if scheme == "mxfp4":
+        stored, values = mxfp4(config, tensors)
+    else:
+        modules = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+        modules += ["lm_head"] if scheme in WITH_HEAD else []
+        weights = {module: tensors.pop(f"{module}.weight") for module in modules}
+        stored, values = SCHEMES[scheme](config, weights)
+        assert values.keys() == {f"{module}.weight" for module in modules}
     (quantised / "config.json").write_text(json.dumps(config))
-    assert values.keys() == {f"{module}.weight" for module in modules}
+    del config["quantization_config"]
+    (expected / "config.json").write_text(json.dumps(config))
     save_file(tensors | {name: tensor.contiguous() for name, tensor in stored.items()}, quantised / "model.safetensors")
     save_file(tensors | {name: value.float().contiguous() for name, value in values.items()}, expected / "model.safetensors")
 

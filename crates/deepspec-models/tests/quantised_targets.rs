@@ -122,6 +122,15 @@ fn packed_and_transposed_weights_are_those_of_compressed_tensors_and_auto_round(
     );
 }
 
+#[test]
+fn float4_weights_are_those_of_transformers_and_compressed_tensors() {
+    let [experts, plain] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    tiny::target(experts.path(), "gpt_oss");
+    check(experts.path(), &["mxfp4"]);
+    tiny::qwen3(plain.path(), 40);
+    check(plain.path(), &["compressed mxfp4"]);
+}
+
 /// AutoGPTQ stores a bias of zeros for every module. Biases with other values are refused by name.
 #[test]
 fn zero_biases_of_gptq_are_left_out() {

@@ -25,14 +25,14 @@ const DECODED: usize = 12;
 
 const SCRIPT: &str = r#"
 import json, sys, torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 model_dir, output, decoded = sys.argv[1], sys.argv[2], int(sys.argv[3])
 if len(sys.argv) > 4:
     # A random model of the given config, and random ids of the given lengths.
     kind, settings, lengths = sys.argv[4], json.loads(sys.argv[5]), json.loads(sys.argv[6])
-    stacked = settings.pop("stacked_experts", False)
+    stacked, is_mxfp4 = settings.pop("stacked_experts", False), settings.pop("mxfp4", False)
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), attn_implementation="eager").float().eval()
     with torch.no_grad():
@@ -50,6 +50,20 @@ if len(sys.argv) > 4:
                 tensor.normal_(std=1.0 if "embed" in name else 0.25)
     # Experts are stored one by one, as in published checkpoints, or stacked as in memory.
     model.save_pretrained(model_dir, save_original_format=not stacked)
+    if is_mxfp4:
+        # Random float4 experts take their place; transformers de-quantises them.
+        path = f"{model_dir}/model.safetensors"
+        tensors = load_file(path)
+        for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            experts, inputs, outputs = tensors.pop(name).shape
+            tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(123, 127, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        save_file(tensors, path, metadata={"format": "pt"})
+        config = json.load(open(f"{model_dir}/config.json"))
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+        json.dump(config, open(f"{model_dir}/config.json", "w"))
+        # It leaves the experts in bfloat16, whatever the dtype.
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").float().eval()
     sequences = [torch.randint(settings["vocab_size"], (1, length)) for length in lengths]
 else:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -317,7 +331,7 @@ fn random_mixtures_of_experts_compute_what_transformers_computes() {
     check_random(&sizes, &cases);
 }
 
-/// Random models with sinks, windows, biases, and experts whose gates are clamped.
+/// Random models with sinks, windows, biases, and experts whose gates are clamped. The last one's experts are float4.
 #[test]
 fn random_gpt_oss_targets_compute_what_transformers_computes() {
     let sizes = json!({
@@ -329,10 +343,12 @@ fn random_gpt_oss_targets_compute_what_transformers_computes() {
         "beta_slow": 1.0, "truncate": false, "original_max_position_embeddings": 256}});
     let wide = json!({"intermediate_size": 16, "num_experts_per_tok": 6, "sliding_window": 300, "attention_bias": false,
         "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"]});
+    let mxfp4 = json!({"mxfp4": true, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2});
     let cases = [
         ("gpt_oss", json!({}), [40, 7, 300]),
         ("gpt_oss", yarn, [700, 3, 90]),
         ("gpt_oss", wide, [310, 700, 1]),
+        ("gpt_oss", mxfp4, [40, 7, 90]),
     ];
     check_random(&sizes, &cases);
 }

@@ -1,4 +1,4 @@
-//! Weights of compressed-tensors, which llm-compressor writes: float8, int8, and int4 or int8 packed into words.
+//! Weights of compressed-tensors, which llm-compressor writes: float8, int8, int4 or int8 packed into words, and MXFP4.
 
 use regex::Regex;
 use safetensors::Dtype;
@@ -6,7 +6,8 @@ use serde_json::Value;
 
 use crate::quantised::matrix::{Axis, Packing, SCALES, StoredMatrix, matrix_shape};
 use crate::quantised::module::{WEIGHT, check_bits, present, read_block};
-use crate::quantised::tensor::{GroupIndex, QuantisedTensor, ZeroPoints};
+use crate::quantised::mxfp4::{self, Mxfp4Tensor};
+use crate::quantised::tensor::{GroupIndex, QuantisedMatrix, QuantisedTensor, ZeroPoints};
 use crate::quantised::{Scope, TARGET_REMEDY};
 use crate::{CheckpointError, Fields, Tensors, torch_dtype_name};
 
@@ -16,8 +17,10 @@ const PACKED_WEIGHT: &str = ".weight_packed";
 const INPUT_TENSORS: [&str; 2] = [".input_scale", ".input_zero_point"];
 /// The format whose numbers are packed into int32 words.
 const PACK_FORMAT: &str = "pack-quantized";
+/// The format of float4 in blocks of 32 columns, two numbers per byte.
+const MXFP4_FORMAT: &str = "mxfp4-pack-quantized";
 /// Formats that are read.
-const FORMATS: [&str; 4] = [PACK_FORMAT, "int-quantized", "float-quantized", "naive-quantized"];
+const FORMATS: [&str; 5] = [PACK_FORMAT, "int-quantized", "float-quantized", "naive-quantized", MXFP4_FORMAT];
 
 /// Settings of `quant_method: compressed-tensors`.
 #[derive(Debug)]
@@ -37,9 +40,9 @@ struct Group {
 /// How the modules of a group store their weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Scheme {
-    /// Whether numbers are packed into words.
+    /// Whether numbers are packed: integers into words, float4 into bytes.
     is_packed: bool,
-    /// Whether numbers are float8, not integers.
+    /// Whether numbers are float8, or float4 if packed, not integers.
     is_float: bool,
     /// Bits per number.
     bits: u32,
@@ -193,25 +196,35 @@ impl Scheme {
             return Err(group.error("output_activations", problem));
         }
         weights.refuse_if_on("dynamic", "scales of weights are stored; expected false")?;
-        let is_packed = format == PACK_FORMAT;
+        let is_mxfp4 = format == MXFP4_FORMAT;
+        let is_packed = is_mxfp4 || format == PACK_FORMAT;
         let is_float = match weights.text("type")?.unwrap_or("int") {
-            "int" => false,
-            "float" if !is_packed => true,
+            "int" if !is_mxfp4 => false,
+            "float" if format != PACK_FORMAT => true,
             other => {
-                let problem =
-                    format!("\"{other}\" of {format} is not read; expected \"int\" or, unpacked, \"float\"");
+                let expected = if is_mxfp4 { "\"float\"" } else { "\"int\" or, unpacked, \"float\"" };
+                let problem = format!("\"{other}\" of {format} is not read; expected {expected}");
                 return Err(weights.error("type", problem));
             }
         };
         let bits = weights.size("num_bits")?.unwrap_or(8);
-        let bits = check_bits(weights, "num_bits", bits, if is_float { &[8] } else { &[4, 8] })?;
+        let known: &[u32] = match (is_float, is_packed) {
+            (true, true) => &[4],
+            (true, false) => &[8],
+            (false, _) => &[4, 8],
+        };
+        let bits = check_bits(weights, "num_bits", bits, known)?;
         let has_activation_order =
             matches!(weights.map.get("actorder").and_then(Value::as_str), Some("group" | "dynamic"));
         let has_zero_points = !weights.flag("symmetric")?.unwrap_or(true);
         if has_zero_points && is_float {
-            return Err(weights.error("symmetric", "float8 weights have no zero points; expected true"));
+            return Err(weights.error("symmetric", "float weights have no zero points; expected true"));
         }
         let strategy = read_strategy(weights)?;
+        if is_mxfp4 && strategy != Strategy::Group(mxfp4::BLOCK) {
+            let problem = format!("{format} has groups of {} columns only; {TARGET_REMEDY}", mxfp4::BLOCK);
+            return Err(weights.error("group_size", problem));
+        }
         Ok(Self { is_packed, is_float, bits, strategy, has_zero_points, has_activation_order })
     }
 
@@ -222,6 +235,10 @@ impl Scheme {
         name: &str,
         module: &str,
     ) -> Result<QuantisedTensor, CheckpointError> {
+        if self.is_packed && self.is_float {
+            let scales = format!("{module}.weight_scale");
+            return Mxfp4Tensor::matrix(tensors, name.into(), scales).map(QuantisedTensor::Mxfp4);
+        }
         let packing = |axis| Packing { bits: self.bits, axis, is_interleaved: false, is_lowered: false };
         let numbers = if self.is_packed {
             let shape = read_shape(tensors, &format!("{module}.weight_shape"))?;
@@ -266,14 +283,14 @@ impl Scheme {
         if self.is_packed {
             unused.push(format!("{module}.weight_shape"));
         }
-        Ok(QuantisedTensor {
+        Ok(QuantisedTensor::Matrix(QuantisedMatrix {
             numbers,
             block,
             scales,
             zero_points,
             group_index: group_index.transpose()?.map(GroupIndex::or_unset),
             unused,
-        })
+        }))
     }
 }
 

@@ -4,7 +4,7 @@ use safetensors::Dtype;
 
 use crate::quantised::matrix::{SCALES, StoredMatrix, matrix_shape};
 use crate::quantised::module::{WEIGHT, present, read_block};
-use crate::quantised::tensor::{QuantisedTensor, ZeroPoints};
+use crate::quantised::tensor::{QuantisedMatrix, QuantisedTensor, ZeroPoints};
 use crate::{CheckpointError, Fields, Tensors};
 
 /// Endings of the scales by which the weights are multiplied. `_inv` is the inverse of the factor of the quantisation.
@@ -52,7 +52,7 @@ impl Fp8 {
         let scales = StoredMatrix::new(tensors, scale, grid, &SCALES)?;
         let unused = present(tensors, module, &INPUT_SCALE_NAMES);
         let zero_points = ZeroPoints::Constant(0.0);
-        let weight = QuantisedTensor { numbers, block, scales, zero_points, group_index: None, unused };
-        Ok(Some((name.into(), weight)))
+        let weight = QuantisedMatrix { numbers, block, scales, zero_points, group_index: None, unused };
+        Ok(Some((name.into(), QuantisedTensor::Matrix(weight))))
     }
 }

@@ -7,7 +7,7 @@
 use crate::quantised::TARGET_REMEDY;
 use crate::quantised::matrix::{Axis, Packing, SCALES, StoredMatrix, matrix_shape};
 use crate::quantised::module::{WEIGHT, check_bits};
-use crate::quantised::tensor::{GroupIndex, QuantisedTensor, ZeroPoints};
+use crate::quantised::tensor::{GroupIndex, QuantisedMatrix, QuantisedTensor, ZeroPoints};
 use crate::{CheckpointError, Fields, Tensors};
 
 /// Ending of the packed numbers.
@@ -113,7 +113,7 @@ impl Gptq {
         let index = format!("{module}.g_idx");
         let has_index = self.has_activation_order || tensors.get(&index).is_some();
         let index = has_index.then(|| GroupIndex::new(tensors, index, inputs));
-        let weight = QuantisedTensor {
+        let weight = QuantisedMatrix {
             numbers: numbers.transposed(),
             block: [1, group_size],
             scales: scales.transposed(),
@@ -121,7 +121,7 @@ impl Gptq {
             group_index: index.transpose()?,
             unused: vec![],
         };
-        Ok(Some((format!("{module}{WEIGHT}"), weight)))
+        Ok(Some((format!("{module}{WEIGHT}"), QuantisedTensor::Matrix(weight))))
     }
 }
 

@@ -60,7 +60,7 @@ impl StoredMatrix {
         shape: [usize; 2],
         dtypes: &[Dtype],
     ) -> Result<Self, CheckpointError> {
-        let dtype = check(tensors, &name, shape, dtypes)?;
+        let dtype = check(tensors, &name, &shape, dtypes)?;
         Ok(Self { name, dtype, shape, is_transposed: false, packing: None })
     }
 
@@ -74,7 +74,7 @@ impl StoredMatrix {
         shape: [usize; 2],
         packing: Packing,
     ) -> Result<Self, CheckpointError> {
-        let dtype = check(tensors, &name, packing.words(shape), &[Dtype::I32])?;
+        let dtype = check(tensors, &name, &packing.words(shape), &[Dtype::I32])?;
         Ok(Self { name, dtype, shape, is_transposed: false, packing: Some(packing) })
     }
 
@@ -155,10 +155,13 @@ pub(crate) fn matrix_shape(tensors: &Tensors, name: &str) -> Result<[usize; 2], 
 }
 
 /// Checks shape and dtype of a tensor, and returns the dtype.
-fn check(
+///
+/// # Errors
+/// If the tensor is missing, or has another shape or none of the dtypes.
+pub(crate) fn check(
     tensors: &Tensors,
     name: &str,
-    shape: [usize; 2],
+    shape: &[usize],
     dtypes: &[Dtype],
 ) -> Result<Dtype, CheckpointError> {
     let found = tensors.required_metadata(name)?;
@@ -167,7 +170,7 @@ fn check(
         let found = torch_dtype_name(found.dtype);
         return Err(tensors.error(name, format!("its dtype is {found}; expected {}", expected.join(" or "))));
     }
-    if without_trailing_ones(&found.shape) != without_trailing_ones(&shape) {
+    if without_trailing_ones(&found.shape) != without_trailing_ones(shape) {
         let problem = format!("its shape is {:?}; weight and config want {shape:?}", found.shape);
         return Err(tensors.error(name, problem));
     }

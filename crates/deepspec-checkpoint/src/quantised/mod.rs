@@ -13,6 +13,7 @@ mod fp8;
 mod gptq;
 mod matrix;
 mod module;
+mod mxfp4;
 mod tensor;
 
 use std::path::Path;
@@ -24,6 +25,8 @@ use crate::{CheckpointError, Fields, Tensors};
 use compressed_tensors::CompressedTensors;
 use fp8::Fp8;
 use gptq::Gptq;
+use mxfp4::Mxfp4;
+pub use mxfp4::mxfp4_to_float32;
 pub(crate) use tensor::QuantisedTensor;
 
 /// Keys of a config that hold the scheme.
@@ -52,6 +55,8 @@ pub(crate) enum QuantisedWeights {
     CompressedTensors(CompressedTensors),
     /// `quant_method: gptq` or `awq`.
     Gptq(Gptq),
+    /// `quant_method: mxfp4`.
+    Mxfp4(Mxfp4),
 }
 
 impl QuantisedWeights {
@@ -106,6 +111,7 @@ impl QuantisedWeights {
             }
             Some((_, "gptq")) => Gptq::read_gptq(fields).map(Self::Gptq),
             Some((_, "awq")) => Gptq::read_awq(fields).map(Self::Gptq),
+            Some((_, "mxfp4")) => Ok(Self::Mxfp4(Mxfp4)),
             Some((key, other)) => {
                 Err(fields.error(key, format!("\"{other}\" is not read; {READ_METHODS}; {TARGET_REMEDY}")))
             }
@@ -127,12 +133,13 @@ impl QuantisedWeights {
             Self::Fp8(scheme) => scheme.find(tensors, name),
             Self::CompressedTensors(scheme) => scheme.find(tensors, name),
             Self::Gptq(scheme) => scheme.find(tensors, name),
+            Self::Mxfp4(scheme) => scheme.find(tensors, name),
         }
     }
 }
 
 /// The methods that are read, for messages.
-const READ_METHODS: &str = "fp8, compressed-tensors, gptq and awq are";
+const READ_METHODS: &str = "fp8, compressed-tensors, gptq, awq and mxfp4 are";
 
 /// The key that names the method of a scheme, and the method.
 fn method(scheme: &Map<String, Value>) -> Option<(&'static str, &str)> {

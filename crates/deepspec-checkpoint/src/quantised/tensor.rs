@@ -5,15 +5,56 @@ use safetensors::Dtype;
 
 use crate::quantised::float8::E4M3;
 use crate::quantised::matrix::StoredMatrix;
+use crate::quantised::mxfp4::Mxfp4Tensor;
 use crate::{CheckpointError, TensorMetadata, Tensors};
 
 /// Minimum number of rows that a thread expands.
 const ROWS_PER_TASK: usize = 32;
 
+/// A weight that is stored as small numbers with scales.
+#[derive(Debug)]
+pub(crate) enum QuantisedTensor {
+    /// A matrix of integers or float8.
+    Matrix(QuantisedMatrix),
+    /// A matrix of float4, or the matrices of all experts.
+    Mxfp4(Mxfp4Tensor),
+}
+
+impl QuantisedTensor {
+    /// Names of the stored tensors.
+    pub fn parts(&self) -> Vec<&str> {
+        match self {
+            Self::Matrix(matrix) => matrix.parts().collect(),
+            Self::Mxfp4(tensor) => tensor.parts().to_vec(),
+        }
+    }
+
+    /// Metadata of the weight in float32.
+    pub fn metadata(&self) -> TensorMetadata {
+        let shape = match self {
+            Self::Matrix(matrix) => matrix.numbers.shape.to_vec(),
+            Self::Mxfp4(tensor) => tensor.shape(),
+        };
+        let bytes = shape.iter().product::<usize>() * size_of::<f32>();
+        TensorMetadata { dtype: Dtype::F32, shape, bytes }
+    }
+
+    /// The values, little-endian and row-major in float32, computed in float32.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or a column belongs to no block.
+    pub fn values(&self, tensors: &Tensors) -> Result<Vec<u8>, CheckpointError> {
+        match self {
+            Self::Matrix(matrix) => matrix.values(tensors),
+            Self::Mxfp4(tensor) => tensor.values(tensors),
+        }
+    }
+}
+
 /// A weight `[rows, columns]` that is stored as numbers q with scales s and zero points z: its values are `(q - z)·s`. A
 /// block of rows and columns shares a scale and a zero point.
 #[derive(Debug)]
-pub(crate) struct QuantisedTensor {
+pub(crate) struct QuantisedMatrix {
     /// q, in the shape of the weight.
     pub numbers: StoredMatrix,
     /// Rows and columns of a block. Blocks at the ends may be smaller.
@@ -62,9 +103,9 @@ impl GroupIndex {
     }
 }
 
-impl QuantisedTensor {
+impl QuantisedMatrix {
     /// Names of the stored tensors.
-    pub fn parts(&self) -> impl Iterator<Item = &str> {
+    fn parts(&self) -> impl Iterator<Item = &str> {
         let zero_points = match &self.zero_points {
             ZeroPoints::Stored(matrix) => Some(matrix),
             ZeroPoints::Constant(_) => None,
@@ -74,18 +115,8 @@ impl QuantisedTensor {
         matrices.map(|matrix| &matrix.name).chain(&self.unused).map(String::as_str)
     }
 
-    /// Metadata of the weight in float32.
-    pub fn metadata(&self) -> TensorMetadata {
-        let shape = self.numbers.shape.to_vec();
-        let bytes = shape.iter().product::<usize>() * size_of::<f32>();
-        TensorMetadata { dtype: Dtype::F32, shape, bytes }
-    }
-
-    /// The values, little-endian and row-major in float32, computed in float32.
-    ///
-    /// # Errors
-    /// If a file cannot be read, or a column belongs to no block.
-    pub fn values(&self, tensors: &Tensors) -> Result<Vec<u8>, CheckpointError> {
+    /// As [`QuantisedTensor::values`].
+    fn values(&self, tensors: &Tensors) -> Result<Vec<u8>, CheckpointError> {
         let scales = self.scales.read(tensors)?;
         let zero_points = match &self.zero_points {
             ZeroPoints::Constant(zero_point) => vec![*zero_point; scales.len()],
@@ -124,8 +155,9 @@ impl QuantisedTensor {
 
     fn expand(&self, blocks: &Blocks, number: impl Fn(usize, usize) -> f32 + Sync) -> Vec<u8> {
         let width = self.scales.shape[1];
-        let mut values = vec![0; self.metadata().bytes];
-        let rows = values.par_chunks_mut((self.numbers.shape[1] * size_of::<f32>()).max(1));
+        let [rows, columns] = self.numbers.shape;
+        let mut values = vec![0; rows * columns * size_of::<f32>()];
+        let rows = values.par_chunks_mut((columns * size_of::<f32>()).max(1));
         rows.with_min_len(ROWS_PER_TASK).enumerate().for_each(|(row, values)| {
             let first = row / self.block[0] * width;
             let scales = &blocks.scales[first..first + width];

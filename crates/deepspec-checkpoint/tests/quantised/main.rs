@@ -1,5 +1,7 @@
 //! Quantised weights are read as the tools that write them define them. Damaged ones are refused by name.
 
+mod float4;
+
 use std::fs;
 use std::path::Path;
 
@@ -222,7 +224,7 @@ fn settings_of_compressed_tensors_that_are_not_read() {
         ("kv_cache_scheme", json!({"num_bits": 8})),
         ("transform_config", json!({"config_groups": {"R1": {}}})),
         ("config_groups", json!(null)),
-        (&format!("{group}.format"), json!("mxfp4-pack-quantized")),
+        (&format!("{group}.format"), json!("mxfp6-pack-quantized")),
         (&format!("{group}.output_activations"), json!({"num_bits": 8})),
         (&format!("{group}.weights.num_bits"), json!(3)),
         (&format!("{group}.weights.type"), json!("float")),
@@ -381,6 +383,7 @@ fn damaged_schemes_never_panic() {
         (json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}), fp8),
         (compressed("pack-quantized", &weights), packed),
         (json!({"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}), &AWQ),
+        (json!({"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}), &float4::MXFP4),
     ];
     let words = [
         "fp8",
