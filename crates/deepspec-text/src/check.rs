@@ -139,7 +139,8 @@ fn check_supervised_span(
     if message.is_truncated() && answer.is_empty() && span_text.trim_end().ends_with(reasoning) {
         return None; // The answer was cut within its reasoning, where the mask ends.
     }
-    checked.reasoning_left_out += usize::from(thought.is_empty() && !reasoning.is_empty());
+    let is_left_out = thought.is_empty() && !reasoning.is_empty() && !written.contains(reasoning);
+    checked.reasoning_left_out += usize::from(is_left_out);
 
     let calls = message.tool_calls();
     if !calls.is_empty() && written.is_empty() && answer.is_empty() {

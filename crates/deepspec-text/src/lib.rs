@@ -38,7 +38,7 @@ pub use records::{
     MESSAGE_KEYS, RawMessages, RowError, check_starts_with_user, find_messages, is_message, is_record_key,
     parse_messages, system_message, warn_about_two_fields,
 };
-pub use rules::{ChatFormat, ChatTemplate, MaskRule, TurnMarkers};
+pub use rules::{Channels, ChatFormat, ChatTemplate, MaskRule, TurnMarkers};
 pub use served_tokens::detect_served_thinking;
 pub use stream::IncrementalDetokenizer;
 pub use template::RenderOptions;

@@ -6,7 +6,7 @@ use crate::message::{Message, Role};
 use crate::prefixes::PrefixTokenCounts;
 use crate::reasoning;
 use crate::records::check_starts_with_user;
-use crate::rules::{ChatTemplate, MaskRule};
+use crate::rules::{ChatTemplate, MaskRule, TurnMarkers};
 use crate::template::RenderOptions;
 use crate::tokenizer::{ChatTokenizer, Encoded};
 
@@ -90,14 +90,14 @@ pub fn supervise(
             let text = tokenizer.render(&messages, &options)?;
             let mut text_ranges = markers.assistant_spans(&text);
             empty_untrained_spans(&text, &mut text_ranges, &conversation.messages);
-            trim_truncated_answers(&text, &mut text_ranges, &conversation.messages, &markers.end_of_turn);
+            trim_truncated_answers(&text, &mut text_ranges, &conversation.messages, Some(markers));
             empty_blank_spans(tokenizer, template, &text, &mut text_ranges);
             mask_by_prefixes(tokenizer, text, text_ranges, max_length)
         }
         MaskRule::Generation => {
             let (text, mut text_ranges) = tokenizer.render_generations(&messages, &options)?;
             empty_untrained_spans(&text, &mut text_ranges, &conversation.messages);
-            trim_truncated_answers(&text, &mut text_ranges, &conversation.messages, "");
+            trim_truncated_answers(&text, &mut text_ranges, &conversation.messages, None);
             empty_blank_spans(tokenizer, template, &text, &mut text_ranges);
             mask_by_offsets(tokenizer, text, text_ranges, max_length)
         }
@@ -139,14 +139,14 @@ fn empty_blank_spans(
     }
 }
 
-/// A supervised span without its end-of-turn tokens.
+/// A supervised span without its end-of-turn tokens, and without other marks around the answer.
 pub(crate) fn strip_end_of_turn<'a>(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
     place: &'a str,
 ) -> &'a str {
     if let Some(markers) = template.markers() {
-        return place.strip_suffix(markers.end_of_turn.as_str()).unwrap_or(place);
+        return markers.strip_marks(place);
     }
     // The tags may enclose the end of turn, which is then a special token.
     tokenizer.trim_special_tokens(place)
@@ -157,7 +157,7 @@ fn trim_truncated_answers(
     text: &str,
     text_ranges: &mut [(usize, usize)],
     messages: &[Message],
-    end_of_turn: &str,
+    markers: Option<&TurnMarkers>,
 ) {
     if !messages.iter().any(Message::is_truncated) {
         return;
@@ -174,7 +174,7 @@ fn trim_truncated_answers(
         let found = [last, last.trim()]
             .into_iter()
             .find_map(|last| said.rfind(last).filter(|_| !last.is_empty()).map(|at| at + last.len()));
-        let without_mark = said.strip_suffix(end_of_turn).unwrap_or(said).len();
+        let without_mark = markers.map_or(said, |markers| markers.strip_end(said)).len();
         *end = *start + found.unwrap_or(without_mark);
     }
 }

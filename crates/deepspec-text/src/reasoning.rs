@@ -13,11 +13,17 @@ pub struct ThinkTags {
 
 /// All known think tags. In some tokenizers they are special tokens, in other tokenizers ordinary
 /// text.
-pub const THINK_TAGS: [ThinkTags; 4] = [
+pub const THINK_TAGS: [ThinkTags; 5] = [
     ThinkTags { open: "<think>", label: "", close: "</think>" },
     ThinkTags { open: "<|channel>", label: "thought", close: "<channel|>" },
     ThinkTags { open: "<thinking>", label: "", close: "</thinking>" },
     ThinkTags { open: "[THINK]", label: "", close: "[/THINK]" },
+    // Harmony: a message in the channel `analysis`, and the header of the answer behind it.
+    ThinkTags {
+        open: "<|channel|>analysis<|message|>",
+        label: "",
+        close: "<|end|><|start|>assistant<|channel|>final<|message|>",
+    },
 ];
 
 impl ThinkTags {

@@ -41,6 +41,20 @@ pub struct TurnMarkers {
     pub end_of_turn: String,
     /// A prefix of the assistant's text that is not supervised.
     pub assistant_prefix: Option<String>,
+    /// The marks of channels. None if a turn is a single message.
+    pub channels: Option<Channels>,
+}
+
+/// Marks of a format whose assistant writes several messages in a turn, each in a channel: reasoning, tool calls and the
+/// answer. The header precedes each of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Channels {
+    /// Ends a message. The assistant may write another one in the same turn.
+    pub end_of_message: &'static str,
+    /// Ends a turn with a tool call.
+    pub end_of_call: &'static str,
+    /// Stands between the header and the answer.
+    pub answer_header: &'static str,
 }
 
 impl ChatTemplate {
@@ -156,6 +170,8 @@ pub struct ChatFormat {
     pub default_system: Option<&'static str>,
     /// A prefix of the assistant's text that is not supervised.
     pub assistant_prefix: Option<&'static str>,
+    /// The marks of channels. None if a turn is a single message.
+    pub channels: Option<Channels>,
 }
 
 impl From<&ChatFormat> for ChatTemplate {
@@ -164,6 +180,7 @@ impl From<&ChatFormat> for ChatTemplate {
             assistant_header: format.assistant_header.into(),
             end_of_turn: format.end_of_turn.into(),
             assistant_prefix: format.assistant_prefix.map(Into::into),
+            channels: format.channels,
         });
         Self { name: format.name.into(), rule, default_system: format.default_system.map(Into::into) }
     }
@@ -172,7 +189,12 @@ impl From<&ChatFormat> for ChatTemplate {
 impl From<TemplateEntry> for ChatTemplate {
     fn from(entry: TemplateEntry) -> Self {
         let TemplateEntry { name, assistant_header, end_of_turn, default_system, assistant_prefix } = entry;
-        let rule = MaskRule::Markers(TurnMarkers { assistant_header, end_of_turn, assistant_prefix });
+        let rule = MaskRule::Markers(TurnMarkers {
+            assistant_header,
+            end_of_turn,
+            assistant_prefix,
+            channels: None,
+        });
         Self { name, rule, default_system: default_system.filter(|system| !system.is_empty()) }
     }
 }
@@ -180,7 +202,8 @@ impl From<TemplateEntry> for ChatTemplate {
 impl TurnMarkers {
     /// Byte ranges of the assistant's text. Each range begins after a header and includes the next
     /// end of turn. If there is no end of turn, it ends with the text. A header that a user typed
-    /// counts too, because the reference ignores roles.
+    /// counts too, because the reference ignores roles. All messages of a turn are one range, with
+    /// the headers between them, which the model generates.
     pub(crate) fn assistant_spans(&self, text: &str) -> Vec<(usize, usize)> {
         let (mut ranges, mut searched) = (Vec::new(), 0);
         while let Some(header) = text[searched..].find(&self.assistant_header) {
@@ -190,13 +213,45 @@ impl TurnMarkers {
             {
                 start += prefix.len();
             }
-            let end = text[start..]
-                .find(&self.end_of_turn)
-                .map_or(text.len(), |end| start + end + self.end_of_turn.len());
+            let mut end = self.find_end(text, start);
+            while self.goes_on(&text[start..end], &text[end..]) {
+                end = self.find_end(text, end + self.assistant_header.len());
+            }
             ranges.push((start, end));
             searched = end;
         }
         ranges
+    }
+
+    /// Where the message that begins at `start` ends, with its end mark.
+    fn find_end(&self, text: &str, start: usize) -> usize {
+        let ends = self.ends().filter_map(|end| Some((text[start..].find(end)?, end)));
+        ends.min_by_key(|(at, _)| *at).map_or(text.len(), |(at, end)| start + at + end.len())
+    }
+
+    /// Whether the turn goes on with another message.
+    fn goes_on(&self, turn: &str, rest: &str) -> bool {
+        self.channels.is_some_and(|channels| turn.ends_with(channels.end_of_message))
+            && rest.starts_with(&self.assistant_header)
+    }
+
+    /// The marks that end a message.
+    fn ends(&self) -> impl Iterator<Item = &str> {
+        let others = self.channels.map(|channels| [channels.end_of_call, channels.end_of_message]);
+        [self.end_of_turn.as_str()].into_iter().chain(others.into_iter().flatten())
+    }
+
+    /// A supervised span without its end mark.
+    pub(crate) fn strip_end<'a>(&self, span: &'a str) -> &'a str {
+        self.ends().find_map(|end| span.strip_suffix(end)).unwrap_or(span)
+    }
+
+    /// A supervised span without its end mark and, if it has no message before the answer, without the header of the
+    /// answer.
+    pub(crate) fn strip_marks<'a>(&self, span: &'a str) -> &'a str {
+        let span = self.strip_end(span);
+        let header = self.channels.map_or("", |channels| channels.answer_header);
+        span.strip_prefix(header).unwrap_or(span)
     }
 }
 
@@ -211,7 +266,12 @@ mod tests {
     #[test]
     fn supervision_runs_from_header_to_end_of_turn() {
         let (h, e) = ("<|im_start|>assistant\n", "<|im_end|>\n");
-        let qwen = TurnMarkers { assistant_header: h.into(), end_of_turn: e.into(), assistant_prefix: None };
+        let qwen = TurnMarkers {
+            assistant_header: h.into(),
+            end_of_turn: e.into(),
+            assistant_prefix: None,
+            channels: None,
+        };
         assert_eq!(
             ranges(&qwen, &format!("{h}a{e}b{e}{h}c{h}d{e}")),
             ["a<|im_end|>\n", &format!("c{h}d{e}")]
@@ -223,9 +283,28 @@ mod tests {
             assistant_header: "<|turn>model\n".into(),
             end_of_turn: "<turn|>\n".into(),
             assistant_prefix: Some("<|channel>thought\n<channel|>".into()),
+            channels: None,
         };
         let text = "<|turn>model\n<|channel>thought\n<channel|>a<turn|>\n<|turn>model\nb<turn|>\n";
         assert_eq!(ranges(&gemma, text), ["a<turn|>\n", "b<turn|>\n"]);
+    }
+
+    #[test]
+    fn messages_of_a_turn_are_one_span() {
+        let channels = Channels { end_of_message: "<e>", end_of_call: "<c>", answer_header: "<final>" };
+        let (header, end) = ("<a>".into(), "<r>".into());
+        let harmony = TurnMarkers {
+            assistant_header: header,
+            end_of_turn: end,
+            assistant_prefix: None,
+            channels: Some(channels),
+        };
+        let text = "<u>hi<e><a>x<e><a>f(1)<c><t>result<e><a>y<e><a><final>z<e><u>more<e><a><final>w<r>";
+        assert_eq!(ranges(&harmony, text), ["x<e><a>f(1)<c>", "y<e><a><final>z<e>", "<final>w<r>"]);
+        assert_eq!(ranges(&harmony, "<a>x<e><a>cut"), ["x<e><a>cut"]);
+        assert_eq!(ranges(&harmony, "<a>f(1)<c><a>g(2)<c>"), ["f(1)<c>", "g(2)<c>"]);
+        assert_eq!(harmony.strip_marks("<final>w<r>"), "w");
+        assert_eq!(harmony.strip_marks("f(1)<c>"), "f(1)");
     }
 
     #[test]
@@ -236,6 +315,7 @@ mod tests {
             end_of_turn: "b",
             default_system: None,
             assistant_prefix: None,
+            channels: None,
         };
         assert_eq!(ChatTemplate::known_names(&[&format]), ["mine", GENERATION_RULES]);
         for name in ChatTemplate::known_names(&[&format]) {

@@ -1,5 +1,6 @@
 //! Renders the tokenizer's chat template with the results of transformers.
 
+use std::borrow::Cow;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -91,7 +92,12 @@ pub(crate) struct JinjaTemplates {
     environment: Arc<Environment<'static>>,
     origin: PathBuf,
     has_generation_tags: bool,
+    /// Whether a template reads reasoning from `message.thinking`, as that of gpt-oss.
+    reads_thinking: bool,
 }
+
+/// The expression by which templates read reasoning that others call `reasoning_content`.
+const THINKING: &str = "message.thinking";
 
 impl JinjaTemplates {
     /// Compiles `(name, template)` pairs from the file `origin`; one must be called `default`.
@@ -117,12 +123,14 @@ impl JinjaTemplates {
             generation::insert_marks(&text, &marks)
         });
         let mut has_generation_tags = false;
+        let reads_thinking = templates.iter().any(|(_, template)| template.contains(THINKING));
         for (name, template) in templates {
             let (template, found) = generation::replace_generation_tags(&template);
             has_generation_tags |= found && name == DEFAULT_TEMPLATE;
             environment.add_template_owned(name, template).map_err(syntax)?;
         }
-        Ok(Self { environment: Arc::new(environment), origin: origin.to_path_buf(), has_generation_tags })
+        let (environment, origin) = (Arc::new(environment), origin.to_path_buf());
+        Ok(Self { environment, origin, has_generation_tags, reads_thinking })
     }
 
     /// Whether the default template has `{% generation %}` tags.
@@ -177,12 +185,20 @@ impl JinjaTemplates {
         now: DateTime<Utc>,
         marks: Option<[char; 2]>,
     ) -> Result<String, TextError> {
+        let mut messages = Cow::Borrowed(messages);
+        if self.reads_thinking {
+            for message in messages.to_mut() {
+                let thinking =
+                    message.reasoning_content.clone().map(|thinking| ("thinking".into(), thinking.into()));
+                message.extra.extend(thinking);
+            }
+        }
         let tokens = tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str())));
         let kwargs = options.kwargs.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value))));
         let ours = [
             ("range", Value::from_function(limited_range(MAX_RANGE_NUMBERS))),
             ("strftime_now", Value::from_function(move |format: String| strftime(now, &format))),
-            ("messages", Value::from(Serde(messages))),
+            ("messages", Value::from(Serde(&messages))),
             ("tools", Value::from(Serde(&options.tools))),
             ("documents", Value::from(())),
             ("add_generation_prompt", Value::from(options.add_generation_prompt)),

@@ -11,7 +11,7 @@ use serde_json::json;
 const TINY: &str = "../../assets/tiny-target";
 
 /// Name of the format, a template, and the supervised text of the answers "Hello." and "Two.".
-const FORMATS: [(&str, &str, [&str; 2]); 5] = [
+const FORMATS: [(&str, &str, [&str; 2]); 6] = [
     (
         "qwen2.5",
         "{%- if messages[0].role != 'system' -%}{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{%- endif -%}\
@@ -48,19 +48,88 @@ const FORMATS: [(&str, &str, [&str; 2]); 5] = [
          {%- if add_generation_prompt -%}{{ '<|im_start|>assistant<|im_sep|>' }}{%- endif -%}",
         ["Hello.<|im_end|>", "Two.<|im_end|>"],
     ),
+    (
+        "harmony",
+        HARMONY,
+        ["<|channel|>final<|message|>Hello.<|end|>", "<|channel|>final<|message|>Two.<|return|>"],
+    ),
 ];
+
+/// Harmony as gpt-oss's template writes it: reasoning of the last answer and of tool calls only, and the end of turn
+/// behind the last answer only.
+const HARMONY: &str = "\
+    {{- '<|start|>system<|message|>Reasoning: medium\n\n# Valid channels: analysis, commentary, final.<|end|>' -}}\
+    {%- macro thought(message) -%}{%- if message.thinking -%}\
+    {{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{%- endif -%}{%- endmacro -%}\
+    {%- for message in messages -%}{%- set is_last = loop.last and not add_generation_prompt -%}\
+    {%- if message.role == 'system' -%}\
+    {{ '<|start|>developer<|message|># Instructions\n\n' + message.content + '<|end|>' }}\
+    {%- elif message.role == 'tool' -%}\
+    {{ '<|start|>functions.' + message.name + ' to=assistant<|channel|>commentary<|message|>' + message.content + '<|end|>' }}\
+    {%- elif message.tool_calls -%}{%- set call = message.tool_calls[0].function -%}{{ thought(message) }}\
+    {{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}\
+    {{- call.arguments | tojson + '<|call|>' }}\
+    {%- elif message.role == 'assistant' -%}{%- if is_last -%}{{ thought(message) }}{%- endif -%}\
+    {{ '<|start|>assistant<|channel|>final<|message|>' + message.content + ('<|return|>' if is_last else '<|end|>') }}\
+    {%- else -%}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{%- endif -%}\
+    {%- endfor -%}{%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}";
+
+/// The tiny target's tokenizer with another template.
+fn tokenizer(template: &str) -> ChatTokenizer {
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join(TINY);
+    let dir = tempfile::tempdir().unwrap();
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&fs::read(tiny.join("tokenizer_config.json")).unwrap()).unwrap();
+    config["chat_template"] = json!(template);
+    fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    fs::copy(tiny.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
+    ChatTokenizer::load(dir.path()).unwrap()
+}
+
+/// All channels of the assistant are learned, with the marks that the model generates between them. Instructions, the
+/// user's words and results of tools are not.
+#[test]
+fn all_channels_of_harmony_are_learned() {
+    let tokenizer = tokenizer(HARMONY);
+    let harmony = ChatTemplate::from_name("harmony", &chat_formats()).unwrap();
+    let mut row = json!({"conversations": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello.", "thinking": "Dropped."},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "thinking": "Add them.", "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]},
+        {"role": "tool", "name": "add", "content": "2"},
+        {"role": "assistant", "content": "Two.", "reasoning_content": "It says 2."},
+    ]});
+    let taught = |row: &serde_json::Value| {
+        let conversation = Conversation::from_row(row.as_object().unwrap()).unwrap();
+        let supervised = supervise(&tokenizer, &harmony, &conversation, 512).unwrap();
+        let ids = supervised.input_ids.iter().zip(&supervised.loss_mask);
+        let ids: Vec<i64> = ids.filter_map(|(id, taught)| taught.then_some(*id)).collect();
+        let checked = check_loss_mask(&tokenizer, &harmony, &conversation, &supervised).unwrap();
+        assert!(checked.problems.is_empty(), "{:?}", checked.problems);
+        (tokenizer.decode(&ids, false).unwrap(), checked.reasoning_left_out)
+    };
+    let expected = [
+        "<|channel|>final<|message|>Hello.<|end|>",
+        "<|channel|>analysis<|message|>Add them.<|end|>",
+        "<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{\"a\": 1, \"b\": 1}<|call|>",
+        "<|channel|>analysis<|message|>It says 2.<|end|>",
+        "<|start|>assistant<|channel|>final<|message|>",
+    ];
+    // The template drops the first answer's reasoning.
+    assert_eq!(taught(&row), (expected.concat() + "Two.<|return|>", 1));
+    // A cut answer is learned up to its last word, and an empty one is not.
+    row["conversations"][6]["finish_reason"] = json!("length");
+    assert_eq!(taught(&row).0, expected.concat() + "Two.");
+    row["conversations"][2]["content"] = json!("");
+    assert_eq!(taught(&row).0, expected[1..].concat() + "Two.");
+}
 
 #[test]
 fn the_answers_of_every_family_are_found() {
-    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join(TINY);
     for (name, template, expected) in FORMATS {
-        let dir = tempfile::tempdir().unwrap();
-        let mut config: serde_json::Value =
-            serde_json::from_slice(&fs::read(tiny.join("tokenizer_config.json")).unwrap()).unwrap();
-        config["chat_template"] = json!(template);
-        fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
-        fs::copy(tiny.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
-        let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
+        let tokenizer = tokenizer(template);
         let format = ChatTemplate::from_name(name, &chat_formats()).unwrap();
         // Qwen2.5 has the marks of `qwen`, which is found first.
         let guessed = ChatTemplate::guess(&tokenizer, &chat_formats()).unwrap();

@@ -22,6 +22,7 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
         end_of_turn: "<end_of_turn>\n",
         default_system: None,
         assistant_prefix: None,
+        channels: None,
     }),
     shapes: &[],
 };

@@ -39,6 +39,7 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
         end_of_turn: "<turn|>\n",
         default_system: None,
         assistant_prefix: Some("<|channel>thought\n<channel|>"),
+        channels: None,
     }),
     shapes: &[("google/gemma-4-12B-it", include_str!("../../../../configs/shapes/gemma4_12b.json"))],
 };

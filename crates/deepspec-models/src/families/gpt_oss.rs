@@ -1,6 +1,7 @@
 //! gpt-oss: experts with biases and clamped gates, attention sinks, and a window in every second layer.
 
 use deepspec_checkpoint::{DecoderFamily, Fields};
+use deepspec_text::{Channels, ChatFormat};
 
 use super::pre_norm::{self, PreNormSettings};
 use super::{QWEN3_OR_LLAMA, experts};
@@ -15,8 +16,19 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
     read,
     fused: None,
     drafts: QWEN3_OR_LLAMA,
-    // Answers have channels and several ends of turn, which no built-in rule knows.
-    chat: None,
+    // Harmony.
+    chat: Some(ChatFormat {
+        name: "harmony",
+        assistant_header: "<|start|>assistant",
+        end_of_turn: "<|return|>",
+        default_system: None,
+        assistant_prefix: None,
+        channels: Some(Channels {
+            end_of_message: "<|end|>",
+            end_of_call: "<|call|>",
+            answer_header: "<|channel|>final<|message|>",
+        }),
+    }),
     shapes: &[("openai/gpt-oss-20b", include_str!("../../../../configs/shapes/gpt_oss_20b.json"))],
 };
 

@@ -21,6 +21,7 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
         end_of_turn: "<|end_of_text|>",
         default_system: None,
         assistant_prefix: None,
+        channels: None,
     }),
     shapes: &[],
 };

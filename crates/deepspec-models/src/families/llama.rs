@@ -31,6 +31,7 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
         end_of_turn: "<|eot_id|>",
         default_system: None,
         assistant_prefix: None,
+        channels: None,
     }),
     shapes: &[],
 };

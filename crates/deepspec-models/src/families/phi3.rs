@@ -23,6 +23,7 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
         end_of_turn: "<|im_end|>",
         default_system: None,
         assistant_prefix: None,
+        channels: None,
     }),
     shapes: &[],
 };

@@ -23,6 +23,7 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
         end_of_turn: "<|im_end|>\n",
         default_system: Some("You are a helpful assistant."),
         assistant_prefix: None,
+        channels: None,
     }),
     shapes: &[
         ("Qwen/Qwen3-4B", include_str!("../../../../configs/shapes/qwen3_4b.json")),
