@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use deepspec_core::Tap;
 use deepspec_engine::{ModelInput, Target};
 use deepspec_models::{TargetModel, TargetOptions, Weights, save};
 use deepspec_testkit::tiny;
@@ -42,6 +43,29 @@ fn states_in_bfloat16_are_near_those_in_float32() {
         let near = (off / size).lt(0.05).sum(Kind::Int64).int64_value(&[]);
         assert!(near > TOKENS as i64 * 3 / 4, "{name}: {near} of {TOKENS} rows are near");
     }
+}
+
+/// Norms of gpt-oss multiply in float32 and round once. Those of Llama round before they multiply.
+#[test]
+fn norms_of_gpt_oss_round_once_in_bfloat16() {
+    let _no_grad = tch::no_grad_guard();
+    let dir = family("gpt_oss");
+    let taps = Tap::from_layer_ids([3]).unwrap();
+    let options = TargetOptions { device: Device::Cpu, kind: Kind::BFloat16, slots: 1, taps };
+    let mut model = TargetModel::load(dir.path(), &options).unwrap();
+    let tokens: Vec<i64> = (3..3 + TOKENS as i64).collect();
+    let found = model.forward(&ModelInput { chunks: &[(0, TOKENS)], tokens: Tensor::from_slice(&tokens) });
+    let weights = Weights::open(dir.path(), "a test", Device::Cpu, Kind::BFloat16).unwrap();
+    let weight = weights.get("model.norm.weight", &[32]).unwrap();
+    let last = found.captured_states.to_kind(Kind::Float);
+    let variance = last.square().mean_dim(&[-1i64][..], true, Kind::Float);
+    let normed = last * (variance + 1e-5).rsqrt();
+    let once = (weight.to_kind(Kind::Float) * &normed).to_kind(Kind::BFloat16);
+    let twice = weight * normed.to_kind(Kind::BFloat16);
+    let differing = |other: &Tensor| found.hidden.not_equal_tensor(other).sum(Kind::Int64).int64_value(&[]);
+    let (count, once, twice) = (found.hidden.numel() as i64, differing(&once), differing(&twice));
+    // A sum in another order may move a few values by a rounding.
+    assert!(once * 100 <= count && twice * 10 > count, "of {count} values {once} and {twice} differ");
 }
 
 /// All tensors of the model in `dir`, by name.
