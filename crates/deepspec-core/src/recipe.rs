@@ -122,7 +122,7 @@ pub struct DataRecipe {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target_device: Option<String>,
     /// Mask rules of the target's chat format: `qwen`, `qwen2.5`, `gemma3`, `gemma4`, `llama3`, `mistral`, `granite`,
-    /// `phi4`, `harmony`, `generation` (the template's own tags), an entry, or the path of a YAML file with one.
+    /// `phi4`, `harmony`, `generation` (the template's tags), an entry, or the path of a YAML file with one.
     pub chat_template: TemplateRecipe,
     /// Given to conversations without a system message; absent means the chat template's own, an empty text means no message.
     #[serde(default, skip_serializing_if = "Option::is_none")]

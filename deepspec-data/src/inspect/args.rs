@@ -17,8 +17,8 @@ pub struct MaskArgs {
     /// Override a key of the recipe, such as data.max_length=2048; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", requires = "config")]
     pub overrides: Vec<String>,
-    /// Mask rules without a recipe: qwen, qwen2.5, gemma3, gemma4, llama3, mistral, granite, phi4, generation
-    /// (the template's own tags). Also a YAML file with an entry. By default the rules whose marks the template writes
+    /// Mask rules without a recipe: qwen, qwen2.5, gemma3, gemma4, llama3, mistral, granite, phi4, harmony,
+    /// generation (the template's tags). Also a YAML file with an entry. By default the rules whose marks the template writes
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "config")]
     pub chat_template: Option<String>,
     /// Tokens at which a row is cut, by default the recipe's, else 4096

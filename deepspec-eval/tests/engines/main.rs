@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod drafters;
+mod families;
 mod llama_cpp;
 mod served;
 mod server;

@@ -12,46 +12,19 @@ use tempfile::TempDir;
 
 use crate::common::{repository, results, run_on, target_dir};
 use crate::drafters::{REAL_TAPS, RealModel, UNUSED};
+use crate::families::write_random_model;
 use crate::server::Server;
 use crate::vllm::converted;
 
-/// Mixtures of experts and a hybrid, with random weights. Gated DeltaNet has the only head size that vLLM takes
-/// on a CPU, and one head, because Triton's interpreter is slow.
-const FOREIGN: &str = r#"
-import shutil, sys, torch
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3_5TextConfig, Qwen3MoeConfig
-kind, tiny, out = sys.argv[1:]
-common = dict(vocab_size=1024, hidden_size=192, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2, head_dim=32,
-              max_position_embeddings=2048, bos_token_id=1018, eos_token_id=1020, pad_token_id=1018, tie_word_embeddings=False)
-configs = {
-    "qwen3_moe": lambda: Qwen3MoeConfig(**common, intermediate_size=256, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
-                                        decoder_sparse_step=1, norm_topk_prob=True, mlp_only_layers=[]),
-    "gpt_oss": lambda: GptOssConfig(**common, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=64),
-    "qwen3_5_text": lambda: Qwen3_5TextConfig(**common, intermediate_size=256, layer_types=["linear_attention", "full_attention", "full_attention"] * 2,
-                                              linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=128, linear_value_head_dim=128),
-}
-torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(configs[kind](), dtype=torch.bfloat16 if kind == "qwen3_5_text" else torch.float32)
-with torch.no_grad():
-    for name, parameter in model.named_parameters():
-        if parameter.dim() >= 2:
-            parameter.normal_(0, 0.06)
-        elif "norm" in name:
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-model.save_pretrained(out)
-for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-    shutil.copy(f"{tiny}/{file}", out)
-"#;
-
 /// A folder with the states of a server.
-struct Bench {
+pub struct Bench {
     root: TempDir,
     recipe: PathBuf,
 }
 
 impl Bench {
     /// A folder with the toy recipe of a drafter for `target`, and as many conversations.
-    fn new(drafter: &str, target: &Path, rows: usize) -> Self {
+    pub fn new(drafter: &str, target: &Path, rows: usize) -> Self {
         let root = tempfile::tempdir().unwrap();
         let recipe = root.path().join("recipe.yaml");
         let text = fs::read_to_string(repository(&format!("configs/tiny/{drafter}.yaml"))).unwrap();
@@ -71,13 +44,13 @@ impl Bench {
         fs::write(&self.recipe, text).unwrap();
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub fn path(&self, name: &str) -> PathBuf {
         self.root.path().join(name)
     }
 
     /// Starts the server by the arguments that `states vllm-command` prints, adapted to the build for
     /// CPUs.
-    fn start_vllm(&self, python: &str, build: Build) -> Server {
+    pub fn start_vllm(&self, python: &str, build: Build) -> Server {
         let folder = format!(
             "data.states={{cache: served, server: http://127.0.0.1:1, folder: '{}'}}",
             self.path("states").display()
@@ -164,13 +137,13 @@ fn accepted_length(run: &Path) -> f64 {
 
 /// How vLLM's build for CPUs runs.
 #[derive(Clone, Copy)]
-struct Build {
+pub struct Build {
     dtype: &'static str,
     /// Whether Triton's kernels are interpreted. Otherwise there are none.
     interprets: bool,
 }
 
-const PLAIN: Build = Build { dtype: "float32", interprets: false };
+pub const PLAIN: Build = Build { dtype: "float32", interprets: false };
 const INTERPRETED: Build = Build { dtype: "float32", interprets: true };
 
 fn row(index: usize) -> String {
@@ -292,9 +265,7 @@ fn mixtures_and_hybrids_are_trained_and_judged_by_vllm() {
     ] {
         let models = tempfile::tempdir().unwrap();
         let model = models.path().join(kind);
-        let made =
-            Command::new(&peers).args(["-c", FOREIGN, kind]).arg(target_dir()).arg(&model).output().unwrap();
-        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        write_random_model(&peers, kind, &model);
         let bench = Bench::new(drafter, &model, 8);
         let server = bench.start_vllm(&vllm, states);
         if compares_states {
