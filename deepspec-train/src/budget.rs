@@ -120,12 +120,14 @@ impl MemoryEstimator<'_> {
         let [held, locked, staged] = [held, locked, staged].map(|batches| batches as u64);
         let train = &self.recipe.train;
         let kind = weight_dtype(train.precision);
-        let ParamCounts { trainable, frozen } = self.weights;
+        let ParamCounts { trainable, frozen, lora_targets } = self.weights;
         let (weights, bytes) = (trainable as u64, kind.elt_size_in_bytes() as u64);
-        let (gradients, optimizer) = match train.precision {
-            TrainDtype::Bf16 => (2 + 4, 4 + 8),
-            TrainDtype::Fp32 => (4, 8),
+        // LoRA's matrices are float32 in both.
+        let (gradients, optimizer, trained_bytes) = match train.precision {
+            TrainDtype::Bf16 if train.lora.is_none() => (2 + 4, 4 + 8, 2),
+            TrainDtype::Bf16 | TrainDtype::Fp32 => (4, 8, 4),
         };
+        let lora_targets = lora_targets as u64 * bytes;
         // Sharding is by whole parameters, so a rank may have slightly more than its share.
         let optimizer = match train.sharding_strategy {
             ShardingStrategy::NoShard => weights * optimizer,
@@ -145,8 +147,8 @@ impl MemoryEstimator<'_> {
             frozen: (ends * self.target.vocab_size as u64 + own_head as u64)
                 * self.target.hidden_size as u64
                 * bytes,
-            weights: (weights + frozen as u64) * bytes,
-            gradients: weights * gradients,
+            weights: weights * trained_bytes + frozen as u64 * bytes + lora_targets,
+            gradients: weights * gradients + lora_targets,
             optimizer,
             activations: measured.unwrap_or(largest.activations as u64),
             activations_measured: measured.is_some(),

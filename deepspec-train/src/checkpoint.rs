@@ -1,5 +1,6 @@
 //! `step_N/` folders: a drafter that other tools can load, and the training state for resuming.
 
+mod adapter;
 mod pruning;
 
 use std::fs;
@@ -34,6 +35,8 @@ const BEST_FILE: &str = "best.json";
 /// Path of the optimiser's tensors. They are in a separate folder, because inference engines read
 /// every safetensors file next to config.json.
 const STATE_TENSORS: &str = "train_state/optimizer.safetensors";
+/// Path of the frozen weights that LoRA updates. The checkpoint's weights have the updates in them.
+const LORA_BASE: &str = "train_state/lora_base.safetensors";
 /// Path of the optimiser's tensors in earlier versions.
 const EARLIER_STATE_TENSORS: &str = "train_state.safetensors";
 
@@ -236,6 +239,11 @@ impl Checkpoints {
         let file = partial.join(STATE_TENSORS);
         file.parent().map_or(Ok(()), atomic::create_dir)?;
         save(&file, tensors, Kind::Float)?;
+        let base = drafter.lora_base();
+        if !base.is_empty() {
+            save(&partial.join(LORA_BASE), &base, Kind::BFloat16)?;
+            adapter::write(&partial, drafter, &recipe.train)?;
+        }
         let yaml = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
         atomic::replace(&partial.join("config.yaml"), |file| {
             std::io::Write::write_all(file, yaml.as_bytes())
@@ -279,6 +287,7 @@ pub fn restore(
     recipe: &Recipe,
     data: &DataId,
     processes: usize,
+    drafter: &dyn TrainableDrafter,
     optimizer: &mut AdamW,
 ) -> anyhow::Result<TrainState> {
     let file = path.join(TRAIN_STATE_FILE);
@@ -337,6 +346,14 @@ pub fn restore(
     let file = files.iter().find(|file| file.is_file()).unwrap_or(&files[0]);
     let tensors = Weights::open_file(file, "training state", Device::Cpu, Kind::Float)?;
     optimizer.restore(state.step as i64, |name, shape| tensors.get(name, shape))?;
+    let base = drafter.lora_base();
+    if !base.is_empty() {
+        let _guard = tch::no_grad_guard();
+        let tensors = Weights::open_file(&path.join(LORA_BASE), "frozen weights", Device::Cpu, Kind::Float)?;
+        for (name, mut weight) in base {
+            weight.copy_(&tensors.get(&name, &weight.size())?);
+        }
+    }
     Ok(state)
 }
 

@@ -105,7 +105,7 @@ impl Plan<'_> {
 
     fn drafter_line(&self) -> String {
         let title = deepspec_drafters::drafter_title(self.recipe().drafter.kind());
-        let (gamma, ParamCounts { trainable, frozen }) =
+        let (gamma, ParamCounts { trainable, frozen, .. }) =
             (self.costs.drafter_plan.draft_len(), self.costs.weights);
         let frozen = if frozen > 0 { format!(", {frozen} frozen") } else { String::new() };
         format!("{}: {title}, γ = {gamma}, {trainable} trainable weights{frozen}", self.recipe().name)
@@ -264,7 +264,7 @@ impl Plan<'_> {
             false => (Device::Cpu, self.served_bytes()),
         };
         let kind = weight_dtype(self.recipe().train.precision);
-        let ParamCounts { trainable, frozen } = self.costs.weights;
+        let ParamCounts { trainable, frozen, .. } = self.costs.weights;
         let asked = |asked: &EvalPrompts| {
             asked.memory_bytes(
                 data.source,

@@ -220,13 +220,14 @@ impl RunInputs {
         if let Some(latest) = &run_dir.latest {
             check_draft_vocab(latest, drafter.as_ref())?;
         }
+        let has_frozen = !recipe.train.freeze.is_empty() || recipe.train.lora.is_some();
         match &run_dir.latest {
             None => load_pretrained(recipe, drafter.as_ref(), args.verbosity())?,
             // Frozen weights are in the checkpoint but not in the optimiser's state.
-            Some(latest) if !recipe.train.freeze.is_empty() => drop(drafter.load_pretrained(latest)?),
+            Some(latest) if has_frozen => drop(drafter.load_pretrained(latest)?),
             Some(_) => {}
         }
-        if !recipe.train.freeze.is_empty() {
+        if has_frozen {
             round_frozen(drafter.as_ref());
         }
         Ok(drafter)
@@ -353,7 +354,14 @@ impl RunDir {
 fn resume(trainer: &mut Trainer, latest: Option<&Path>) -> anyhow::Result<usize> {
     let Some(path) = latest else { return Ok(0) };
     let processes = trainer.group.world_size();
-    let state = restore(path, trainer.recipe, &trainer.data, processes, &mut trainer.optimizer)?;
+    let state = restore(
+        path,
+        trainer.recipe,
+        &trainer.data,
+        processes,
+        trainer.drafter.as_ref(),
+        &mut trainer.optimizer,
+    )?;
     check_architecture(path, trainer.drafter.as_ref())?;
     tracing::info!("resuming from {}", path.display());
     if trainer.group.is_leader() {
@@ -399,6 +407,13 @@ fn load_pretrained(
     let Some(from) = &recipe.train.init_from else { return Ok(()) };
     let dir = model_dir(from, None, verbosity).map_err(HubError::report).context("train.init_from")?;
     let fresh = drafter.load_pretrained(&dir)?;
+    if recipe.train.lora.is_some() && !fresh.is_empty() {
+        usage!(
+            "train.init_from: {} has no {}, which LoRA would leave random; train these weights first, with train.freeze in place of train.lora",
+            dir.display(),
+            fresh.join(", ")
+        );
+    }
     let parts = if fresh.is_empty() { "all of it".into() } else { format!("fresh: {}", fresh.join(", ")) };
     tracing::info!("starting from {} ({parts})", dir.display());
     Ok(())

@@ -4,6 +4,7 @@
 //! except the drafters' are defined here.
 
 mod eval;
+mod lora;
 mod states;
 mod template;
 mod validate;
@@ -21,6 +22,7 @@ use crate::config::{ConfigError, Document};
 use crate::env;
 
 pub use eval::EvalRecipe;
+pub use lora::LoraRecipe;
 pub use states::{DEFAULT_STATES_FOLDER, StateServers, States, StatesStorage, check_server_urls};
 pub use template::{GENERATION_RULES, TemplateEntry, TemplateRecipe};
 pub use validate::require_at_least_one;
@@ -218,6 +220,10 @@ pub struct TrainRecipe {
     /// Parts of the drafter that keep the weights of `init_from`, such as its `backbone` while the heads are trained.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub freeze: Vec<String>,
+    /// LoRA: the weights of `init_from` are frozen, and small matrices beside linear layers learn; absent means that the
+    /// weights themselves learn.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lora: Option<LoraRecipe>,
     /// Whether the backward pass recomputes draft layers (activation checkpointing): less memory, a third more arithmetic in
     /// the layers. For drafters of whole blocks.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
@@ -243,6 +249,7 @@ impl Default for TrainRecipe {
             timeout_s: 600,
             init_from: None,
             freeze: vec![],
+            lora: None,
             recompute: false,
         }
     }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use deepspec_core::recipe::LoraRecipe;
 use deepspec_core::{FinalStates, SlotTarget, Tap};
 use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::{ModelConfig, ModelError};
@@ -114,6 +115,12 @@ pub trait DrafterPlan: Send + Sync {
     /// Freezes parameters whose names have one of these prefixes.
     fn freeze(&mut self, prefixes: Vec<&'static str>);
 
+    /// Freezes all parameters and trains LoRA's matrices instead.
+    ///
+    /// # Errors
+    /// The entry of `target_modules` that names no linear layer, with the names that exist.
+    fn set_lora(&mut self, lora: LoraRecipe) -> Result<(), String>;
+
     /// Turns on activation checkpointing of the layers. Returns whether the drafter supports it.
     fn enable_recompute(&mut self) -> bool;
 
@@ -127,12 +134,14 @@ pub trait DrafterPlan: Send + Sync {
 }
 
 /// Numbers of parameters of a drafter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ParamCounts {
     /// Number of trainable parameters.
     pub trainable: usize,
     /// Number of frozen parameters.
     pub frozen: usize,
+    /// Number of frozen parameters that LoRA updates. A process holds them twice, and a backward pass computes their gradients.
+    pub lora_targets: usize,
 }
 
 /// Defines metrics, which are computed from sums over micro-batches.
@@ -181,10 +190,14 @@ pub trait TrainableDrafter {
     /// [`ModelError::Mismatch`] with every setting that differs; any other error if `dir` is not a whole checkpoint.
     fn load_pretrained(&self, dir: &Path) -> Result<Vec<String>, ModelError>;
 
-    /// Trained parameters by checkpoint name; they share storage with the model.
+    /// Trained parameters by checkpoint name; they share storage with the model. With LoRA, its float32 matrices.
     fn parameters(&self) -> &[(String, Tensor)];
 
-    /// All tensors of a checkpoint: parameters and frozen tensors.
+    /// Frozen weights that LoRA updates, by checkpoint name, sharing storage with the model; empty without LoRA. A checkpoint holds the
+    /// sums instead.
+    fn lora_base(&self) -> Vec<(String, Tensor)>;
+
+    /// All tensors of a checkpoint: parameters and frozen tensors. LoRA's updates are merged into the weights.
     fn checkpoint(&self) -> Vec<(String, Tensor)>;
 
     /// Contents of config.json.

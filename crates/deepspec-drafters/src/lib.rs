@@ -40,8 +40,8 @@ pub use domino::{
     DominoSettings, GruSettings, LambdaBase,
 };
 pub use draft_model::{
-    DraftConfig, DraftDecoder, DraftModel, DrafterKind, DrafterSettings, PassRows, Plan, SampleSize,
-    WarmStartCheck, is_embed_or_head,
+    DraftConfig, DraftDecoder, DraftModel, DrafterKind, DrafterSettings, LoraAdapters, PassRows, Plan,
+    SampleSize, WarmStartCheck, is_embed_or_head,
 };
 pub use drafter::{
     ChoosePositions, ConfigIssue, Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe,

@@ -113,6 +113,10 @@ pub fn plan_drafter(recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn Dra
         let problem = format!("{} keeps what its layers make; leave it out", drafter_title(kind));
         return Err(mismatch(format!("`train.recompute`: {problem}")));
     }
+    if let Some(lora) = &recipe.train.lora {
+        let wrong_target = |problem| mismatch(format!("`train.lora.target_modules`: {problem}"));
+        plan.set_lora(lora.clone()).map_err(wrong_target)?;
+    }
     if plan.num_parameters().trainable == 0 {
         return Err(wrong_freeze("nothing is left that could learn".into()));
     }

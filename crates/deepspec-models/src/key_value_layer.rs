@@ -50,11 +50,11 @@ impl KeyValueLayer {
             let _ = Self::with_prefix(&b, body, layer, &config.layers[layer]);
         }
         b.check()?;
-        let StateDict { mut parameters, buffers, mut packed } = b.take_state_dict();
+        let StateDict { mut parameters, buffers, mut packed, .. } = b.take_state_dict();
         let strip = |name: &mut String| *name = name.strip_prefix(body).unwrap_or(name).to_string();
         parameters.iter_mut().for_each(|(name, _)| strip(name));
         packed.iter_mut().for_each(|(name, _)| strip(name));
-        Ok(StateDict { parameters, buffers, packed })
+        Ok(StateDict { parameters, buffers, packed, linear: vec![] })
     }
 
     /// Keys and values `[N, G, D]` of the layer's inputs `x [N, d]`, normed and rotated.

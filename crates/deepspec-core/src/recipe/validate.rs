@@ -37,6 +37,9 @@ impl<D> Recipe<D> {
             let problem = "fresh weights would stay what they are; say in train.init_from whose are kept";
             return Err(("train.freeze", problem.into()));
         }
+        if let Some(lora) = &self.train.lora {
+            lora.check(self.train.init_from.is_some(), !self.train.freeze.is_empty())?;
+        }
         let by_forward = self.train.loss_normalization == LossNormalization::MicroBatch;
         if by_forward && self.train.max_tokens_per_batch.is_some() {
             let problem =
@@ -175,6 +178,29 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         wrong("data.target_device=cpu", "`data.target_device`");
         wrong("name=a/b", "cannot name a folder");
         wrong("train.freeze=[backbone]", "`train.freeze`: fresh weights would stay what they are");
+        wrong(
+            "train.lora={r: 4}",
+            "`train.lora`: LoRA adapts a finished drafter; name it in train.init_from",
+        );
+        let adapts = |lora: &str| read(MINIMAL, &["train.init_from=there", lora]);
+        for (lora, hint) in [
+            ("train.lora={r: 0}", "`train.lora.r`: must be at least 1"),
+            ("train.lora={lora_alpha: -1}", "`train.lora.lora_alpha`: -1 is no positive number"),
+            ("train.lora={rank: 4}", "train.lora"),
+            ("train={lora: {}, init_from: there, freeze: [backbone]}", "`train.freeze`: with train.lora"),
+        ] {
+            let error = adapts(lora).unwrap_err();
+            assert!(error.contains(hint), "{lora}: {error}");
+        }
+        let lora = adapts("train.lora={target_modules: [q_proj, layers.1.mlp.up_proj]}")
+            .unwrap()
+            .train
+            .lora
+            .unwrap();
+        assert_eq!((lora.r, lora.lora_alpha, lora.scale()), (16, 32.0, 2.0));
+        let is_target = |name: &str| lora.is_target(name);
+        assert!(is_target("layers.0.self_attn.q_proj") && is_target("layers.1.mlp.up_proj"));
+        assert!(!is_target("layers.0.mlp.up_proj") && !is_target("layers.0.self_attn.eq_proj"));
         wrong("train.max_tokens_per_batch=0", "`train.max_tokens_per_batch`: must be at least 1");
         wrong(
             "train.max_tokens_per_batch=4096",

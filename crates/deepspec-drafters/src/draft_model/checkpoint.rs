@@ -43,10 +43,9 @@ pub fn with_embed_and_head(
     named
 }
 
-/// Freezes parameters whose names have one of these prefixes.
-pub fn freeze_parameters(named: &mut StateDict, prefixes: &[&str]) {
-    let is_frozen = |(name, _): &mut (String, Tensor)| prefixes.iter().any(|prefix| name.starts_with(prefix));
-    named.buffers.extend(named.parameters.extract_if(.., is_frozen));
+/// Freezes parameters by name.
+pub fn freeze_parameters(named: &mut StateDict, is_frozen: impl Fn(&str) -> bool) {
+    named.buffers.extend(named.parameters.extract_if(.., |(name, _)| is_frozen(name)));
 }
 
 /// Folder of a checkpoint, and how its weights are loaded.

@@ -5,12 +5,14 @@ use std::path::Path;
 
 use deepspec_checkpoint::{DraftVocab, Reader};
 use deepspec_core::FinalStates;
+use deepspec_core::recipe::LoraRecipe;
 use deepspec_models::nn::{Builder, LayerSpec};
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use super::{DraftConfig, DraftDecoder, DraftModel, DrafterSettings, PassRows, SampleSize};
+use super::lora::target_weights;
+use super::{DraftConfig, DraftDecoder, DraftModel, DrafterSettings, LoraAdapters, PassRows, SampleSize};
 use crate::block_common::{BlockSpec, anchor_candidates};
 use crate::registration::{CheckpointKind, drafter_classes};
 use crate::{
@@ -111,6 +113,8 @@ pub struct Plan<K: DrafterKind> {
     pub objective: K::Objective,
     /// Prefixes of the names of frozen parameters.
     frozen: Vec<&'static str>,
+    /// LoRA, and the names of the weights that it targets. All parameters of the model are frozen then.
+    lora: Option<(LoraRecipe, Vec<String>)>,
     recomputes: bool,
     /// A reduced vocabulary.
     draft_vocab: Option<DraftVocab>,
@@ -119,7 +123,7 @@ pub struct Plan<K: DrafterKind> {
 impl<K: DrafterKind> Plan<K> {
     /// A plan without frozen parameters.
     pub fn new(config: DraftConfig<K::Settings>, objective: K::Objective) -> Self {
-        Self { config, objective, frozen: vec![], recomputes: false, draft_vocab: None }
+        Self { config, objective, frozen: vec![], lora: None, recomputes: false, draft_vocab: None }
     }
 
     /// The plan of a drafter that can draft only the tokens of `draft_vocab`, if it is given.
@@ -145,11 +149,11 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
             (heads.query, heads.key_value) = (2, 1);
         }
         let model = model.clone();
-        let (objective, frozen) = (self.objective.clone(), self.frozen.clone());
+        let (objective, frozen, lora) = (self.objective.clone(), self.frozen.clone(), self.lora.clone());
         let size = config.settings.draft_vocab_size();
         let counts = vec![0; model.vocab_size as usize];
         let draft_vocab = size.and_then(|size| DraftVocab::most_frequent(&counts, size as usize));
-        (Box::new(Self { config, objective, frozen, recomputes: self.recomputes, draft_vocab }), model)
+        (Box::new(Self { config, objective, frozen, lora, recomputes: self.recomputes, draft_vocab }), model)
     }
 
     fn build(
@@ -162,9 +166,18 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         let (config, ends) = (self.config.clone(), (embed_tokens, lm_head));
         let mut model =
             DraftModel::<K>::fresh_with_draft_vocab(config, ends, self.draft_vocab.as_ref(), seed, kind);
-        model.freeze(&self.frozen);
+        let adapters = match &self.lora {
+            Some((lora, targets)) => {
+                model.freeze(|name| !targets.iter().any(|target| target == name));
+                Some(LoraAdapters::new(lora, model.parameters(), seed))
+            }
+            None => {
+                model.freeze(|name| self.is_frozen(name));
+                None
+            }
+        };
         model.recomputes = self.recomputes;
-        Box::new(DrafterWithLoss { model, objective: self.objective.clone() })
+        Box::new(DrafterWithLoss { model, objective: self.objective.clone(), adapters })
     }
 
     fn choose_anchors(&self, loss_mask: &[bool], choose: ChoosePositions) -> Vec<usize> {
@@ -205,19 +218,36 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         self.frozen = prefixes;
     }
 
+    fn set_lora(&mut self, lora: LoraRecipe) -> Result<(), String> {
+        let targets = target_weights(&lora, &DraftModel::<K>::meta_parameters(self.config.clone()))?;
+        self.lora = Some((lora, targets));
+        Ok(())
+    }
+
     fn enable_recompute(&mut self) -> bool {
         self.recomputes = K::RECOMPUTES;
         K::RECOMPUTES
     }
 
     fn num_parameters(&self) -> ParamCounts {
-        let mut counts = ParamCounts { trainable: 0, frozen: 0 };
-        for (name, tensor) in DraftModel::<K>::meta_parameters(self.config.clone()) {
-            let is_frozen = self.frozen.iter().any(|prefix| name.starts_with(prefix));
+        let mut counts = ParamCounts::default();
+        for (name, tensor) in DraftModel::<K>::meta_parameters(self.config.clone()).parameters {
+            let is_frozen = self.lora.is_some() || self.is_frozen(&name);
             let count = if is_frozen { &mut counts.frozen } else { &mut counts.trainable };
             *count += tensor.numel();
+            if let Some((lora, _)) = self.lora.as_ref().filter(|(_, targets)| targets.contains(&name)) {
+                counts.lora_targets += tensor.numel();
+                counts.trainable += lora.r * tensor.size().iter().sum::<i64>() as usize;
+            }
         }
         counts
+    }
+}
+
+impl<K: DrafterKind> Plan<K> {
+    /// Whether `train.freeze` freezes a parameter.
+    fn is_frozen(&self, name: &str) -> bool {
+        self.frozen.iter().any(|prefix| name.starts_with(prefix))
     }
 }
 
@@ -225,6 +255,15 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
 struct DrafterWithLoss<K: DrafterKind> {
     model: DraftModel<K>,
     objective: K::Objective,
+    adapters: Option<LoraAdapters>,
+}
+
+impl<K: DrafterKind> DrafterWithLoss<K> {
+    /// The model with its present weights.
+    fn merged(&self) -> &DraftModel<K> {
+        self.adapters.iter().for_each(LoraAdapters::merge);
+        &self.model
+    }
 }
 
 impl<K: DrafterKind> TrainableDrafter for DrafterWithLoss<K> {
@@ -235,27 +274,37 @@ impl<K: DrafterKind> TrainableDrafter for DrafterWithLoss<K> {
         progress: f64,
         on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor> {
-        K::accumulate(&self.model, &self.objective, samples, normaliser, progress, on_grad_ready)
+        let sums =
+            K::accumulate(self.merged(), &self.objective, samples, normaliser, progress, on_grad_ready);
+        self.adapters.iter().for_each(LoraAdapters::backward);
+        sums
     }
 
     fn grad_stages(&self) -> Vec<String> {
-        K::grad_stages(&self.model)
+        // The gradients of A and B are computed after the backward pass.
+        if self.adapters.is_some() { vec![] } else { K::grad_stages(&self.model) }
     }
 
     fn inference_drafter(&self, slots: usize) -> Box<dyn Drafter> {
-        K::into_drafter(self.model.packed(), slots)
+        K::into_drafter(self.merged().packed(), slots)
     }
 
     fn load_pretrained(&self, dir: &Path) -> Result<Vec<String>, ModelError> {
-        self.model.load_pretrained(dir)
+        let fresh = self.model.load_pretrained(dir)?;
+        self.adapters.iter().for_each(LoraAdapters::take_base);
+        Ok(fresh)
     }
 
     fn parameters(&self) -> &[(String, Tensor)] {
-        self.model.parameters()
+        self.adapters.as_ref().map_or_else(|| self.model.parameters(), LoraAdapters::parameters)
+    }
+
+    fn lora_base(&self) -> Vec<(String, Tensor)> {
+        self.adapters.as_ref().map_or_else(Vec::new, LoraAdapters::base)
     }
 
     fn checkpoint(&self) -> Vec<(String, Tensor)> {
-        self.model.checkpoint()
+        self.merged().checkpoint()
     }
 
     fn config_json(&self) -> Map<String, Value> {

@@ -4,6 +4,7 @@ mod checkpoint;
 mod config;
 mod cost;
 mod kind;
+mod lora;
 mod transfer;
 mod warm_start;
 
@@ -23,6 +24,7 @@ pub use checkpoint::{Ends, is_embed_or_head};
 pub use config::{DraftConfig, DraftDecoder, DrafterSettings};
 pub use cost::{PassRows, SampleSize};
 pub use kind::{DrafterKind, Plan, checkpoint_kind};
+pub use lora::LoraAdapters;
 pub use warm_start::WarmStartCheck;
 
 /// A drafter that is trained on a target's hidden states. `modules` holds the layers and heads of its kind, such as DSpark's.
@@ -125,12 +127,12 @@ impl<K: DrafterKind> DraftModel<K> {
     }
 
     /// Names of the parameters, and meta tensors of their shapes.
-    pub fn meta_parameters(config: DraftConfig<K::Settings>) -> Vec<(String, Tensor)> {
+    pub fn meta_parameters(config: DraftConfig<K::Settings>) -> StateDict {
         let none = Tensor::empty([0, config.model().hidden_size], (Kind::BFloat16, HOST));
         let lm_head = Weight::Stored(none.shallow_clone());
         let ends = Ends { embed_tokens: none, lm_head, draft_tokens: None };
         let meta = Self::build(config, &Builder::meta(), ends, Kind::BFloat16);
-        meta.tensors.parameters
+        meta.tensors
     }
 
     /// A second drafter that shares all weights with this one.
@@ -202,9 +204,9 @@ impl<K: DrafterKind> DraftModel<K> {
         &self.config
     }
 
-    /// Freezes parameters whose names have one of these prefixes.
-    fn freeze(&mut self, prefixes: &[&str]) {
-        checkpoint::freeze_parameters(&mut self.tensors, prefixes);
+    /// Freezes parameters by name.
+    fn freeze(&mut self, is_frozen: impl Fn(&str) -> bool) {
+        checkpoint::freeze_parameters(&mut self.tensors, is_frozen);
     }
 
     /// Trained parameters by checkpoint name. They share storage with the model. Packed weights are not included.

@@ -22,6 +22,8 @@ pub enum Init {
     Ones,
     /// All zeros, for biases.
     Zeros,
+    /// U(−1/√n, 1/√n) for matrices of n columns, as PyTorch initialises linear layers (`kaiming_uniform_` with a = √5).
+    KaimingUniform,
     /// Ones in the first row of each matrix `[K, d]` and zeros below: a convolution that is the identity.
     Identity,
 }
@@ -52,12 +54,14 @@ pub struct StateDict {
     pub buffers: Vec<(String, Tensor)>,
     /// Weights that are packed for inference. They are neither in `parameters` nor in `buffers`.
     pub packed: Vec<(String, PackedWeight)>,
+    /// Names of those that are weights of linear layers.
+    pub linear: Vec<String>,
 }
 
 impl StateDict {
     /// All tensors as a checkpoint stores them; packed weights are copied.
     pub fn all_tensors(&self) -> Vec<(String, Tensor)> {
-        let Self { parameters, buffers, packed } = self.share();
+        let Self { parameters, buffers, packed, .. } = self.share();
         let unpacked = packed.into_iter().map(|(name, weight)| (name, weight.unpacked()));
         parameters.into_iter().chain(buffers).chain(unpacked).collect()
     }
@@ -68,7 +72,8 @@ impl StateDict {
             of.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect()
         };
         let packed = self.packed.iter().map(|(name, weight)| (name.clone(), weight.share())).collect();
-        Self { parameters: share(&self.parameters), buffers: share(&self.buffers), packed }
+        let (parameters, buffers) = (share(&self.parameters), share(&self.buffers));
+        Self { parameters, buffers, packed, linear: self.linear.clone() }
     }
 }
 
@@ -189,6 +194,7 @@ impl<'a> Builder<'a> {
 
     fn record_weight(&self, name: &str, weight: Weight) -> Weight {
         let (name, named) = (name.to_string(), &mut *self.named.borrow_mut());
+        named.linear.push(name.clone());
         match &weight {
             Weight::Stored(stored) => named.parameters.push((name, stored.shallow_clone())),
             Weight::Packed(packed) => named.packed.push((name, packed.share())),
@@ -216,10 +222,15 @@ impl<'a> Builder<'a> {
                     let _ = kernel.narrow(-2, 0, 1).fill_(1.0);
                     kernel
                 }
+                Init::KaimingUniform => {
+                    let bound = shape.last().map_or(1.0, |&columns| 1.0 / (columns as f64).sqrt());
+                    let drawn = seeded(|| Tensor::rand(shape, (Kind::Float, HOST)), own_seed(seed, name));
+                    ((drawn * 2.0 - 1.0) * bound).to_kind(kind).to_device(device)
+                }
                 Init::Normal | Init::StandardNormal => {
-                    let seed = Stream::new(seed, name).bits(0, Purpose::Init, 0) as i64;
                     let std = if let Init::Normal = init { std } else { 1.0 };
-                    (seeded_randn(shape, seed) * std).to_kind(kind).to_device(device)
+                    let drawn = seeded(|| Tensor::randn(shape, (Kind::Float, HOST)), own_seed(seed, name));
+                    (drawn * std).to_kind(kind).to_device(device)
                 }
             },
         }
@@ -252,11 +263,16 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// Standard normal numbers; the seed alone decides them.
-fn seeded_randn(shape: &[i64], seed: i64) -> Tensor {
+/// Seed of a parameter's values.
+fn own_seed(seed: u64, name: &str) -> i64 {
+    Stream::new(seed, name).bits(0, Purpose::Init, 0) as i64
+}
+
+/// Random numbers that the seed alone decides.
+fn seeded(draw: impl FnOnce() -> Tensor, seed: i64) -> Tensor {
     // libtorch has one generator for all threads, so no other thread may draw between seeding and drawing.
     static GENERATOR: Mutex<()> = Mutex::new(());
     let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     tch::manual_seed(seed);
-    Tensor::randn(shape, (Kind::Float, HOST))
+    draw()
 }
