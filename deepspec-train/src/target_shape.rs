@@ -6,13 +6,13 @@ use deepspec_core::cli::Verbosity;
 use deepspec_core::env;
 use deepspec_drafters::Recipe;
 use deepspec_hub::{Hub, HubError, HubOptions, ModelFiles, Repo, RepoType, model_dir};
-use deepspec_models::{ModelConfig, ModelError, Weights, families};
+use deepspec_models::{ModelConfig, ModelError, SHAPES_WITHOUT_FAMILY, Weights, families};
 use deepspec_ops::HOST;
 
-/// Hub ids and config.json of the targets in `configs/`, from the model families; see
+/// Hub ids and config.json of the targets in `configs/`; see
 /// `configs/shapes/README.md`.
 fn built_in_configs() -> impl Iterator<Item = (&'static str, &'static str)> {
-    families().flat_map(|family| family.shapes).copied()
+    families().flat_map(|family| family.shapes).chain(SHAPES_WITHOUT_FAMILY).copied()
 }
 
 const CONFIG_FILE: &str = "config.json";
@@ -55,8 +55,9 @@ impl TargetShape {
         }
         if let Some((id, text)) = built_in_configs().find(|(id, _)| *id == target.model) {
             let map = serde_json::from_str(text)?;
-            let config = ModelConfig::parse(Path::new(&format!("built-in sizes of {id}")), map)?;
-            return Ok(Self { config, origin: format!("built-in sizes of {id}"), has_weights: false });
+            let origin = format!("built-in sizes of {id}");
+            let parse = if runs_target { ModelConfig::parse } else { ModelConfig::parse_any };
+            return Ok(Self { config: parse(Path::new(&origin), map)?, origin, has_weights: false });
         }
         let fetched = Hub::new(settings).fetch(&repo, CONFIG_FILE);
         let path = fetched.map_err(|error| error.with_path_hint(&target.model).report())?;
@@ -78,11 +79,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_built_in_sizes_are_those_of_known_families() {
-        let layers = [36, 36, 40, 48, 48, 24, 32];
+    fn the_built_in_sizes_are_read() {
+        let layers = [36, 36, 40, 48, 48, 24, 32, 43];
         assert_eq!(built_in_configs().count(), layers.len());
         for ((id, text), layers) in built_in_configs().zip(layers) {
-            let config = ModelConfig::parse(Path::new(id), serde_json::from_str(text).unwrap()).unwrap();
+            let map = serde_json::from_str(text).unwrap();
+            let config = ModelConfig::parse_any(Path::new(id), map).unwrap();
             assert_eq!(config.layers.len(), layers, "{id}");
         }
     }

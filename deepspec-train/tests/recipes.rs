@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 
 use deepspec_core::recipe::TrainDtype;
 use deepspec_core::{SlotTarget, Tap};
-use deepspec_drafters::{DominoRecipe, DrafterSpec, GruSettings, LambdaBase};
+use deepspec_drafters::{DominoRecipe, DrafterSpec, GruSettings, LambdaBase, StageSettings};
 use deepspec_testkit::mutate::Fuzzer;
 use serde_json::{Value, json};
 
@@ -17,6 +17,10 @@ use common::workspace;
 
 const ALGORITHMS: [&str; 3] = ["dspark", "dflash", "eagle3"];
 const TARGETS: [&str; 4] = ["qwen3_4b", "qwen3_8b", "qwen3_14b", "gemma4_12b"];
+
+/// Small stages of DSpark of DeepSeek-V4.
+const SMALL_STAGES: &str = "stage_config={num_attention_heads: 2, head_dim: 16, qk_rope_head_dim: 8, q_lora_rank: 8, o_lora_rank: 8, \
+                            o_groups: 2, n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16}";
 
 fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
     let path = |algorithm: &str, target: &str| {
@@ -31,6 +35,7 @@ fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
             ["domino", "mtp", "peagle", "xpress"]
                 .map(|algorithm| (algorithm, "qwen3_4b", path(algorithm, "qwen3_4b"))),
         )
+        .chain(["deepseek_v4_flash"].map(|target| ("dspark_v4", target, path("dspark_v4", target))))
         .chain(
             ["qwen3_30b_a3b", "gpt_oss_20b", "qwen3_5_4b"]
                 .map(|target| ("dspark", target, path("dspark", target))),
@@ -80,13 +85,14 @@ fn all_of_the_reference_are_there_and_some_more() {
     for (algorithm, target, path) in recipes() {
         let recipe = deepspec_drafters::load_recipe(&path, &[]).unwrap();
         let (model, taps, mask) = match target {
-            "qwen3_4b" => ("Qwen/Qwen3-4B", [1, 9, 17, 25, 33], 151_669),
-            "qwen3_8b" => ("Qwen/Qwen3-8B", [1, 9, 17, 25, 33], 151_669),
-            "qwen3_14b" => ("Qwen/Qwen3-14B", [1, 10, 19, 28, 37], 151_669),
-            "qwen3_30b_a3b" => ("Qwen/Qwen3-30B-A3B", [1, 12, 23, 34, 45], 151_669),
-            "qwen3_5_4b" => ("Qwen/Qwen3.5-4B", [1, 8, 15, 22, 29], 248_070),
-            "gpt_oss_20b" => ("openai/gpt-oss-20b", [1, 6, 11, 16, 21], 200_000),
-            _ => ("google/gemma-4-12B-it", [5, 17, 29, 41, 46], 4),
+            "deepseek_v4_flash" => ("deepseek-ai/DeepSeek-V4-Flash", [40, 41, 42].as_slice(), 128_799),
+            "qwen3_4b" => ("Qwen/Qwen3-4B", [1, 9, 17, 25, 33].as_slice(), 151_669),
+            "qwen3_8b" => ("Qwen/Qwen3-8B", [1, 9, 17, 25, 33].as_slice(), 151_669),
+            "qwen3_14b" => ("Qwen/Qwen3-14B", [1, 10, 19, 28, 37].as_slice(), 151_669),
+            "qwen3_30b_a3b" => ("Qwen/Qwen3-30B-A3B", [1, 12, 23, 34, 45].as_slice(), 151_669),
+            "qwen3_5_4b" => ("Qwen/Qwen3.5-4B", [1, 8, 15, 22, 29].as_slice(), 248_070),
+            "gpt_oss_20b" => ("openai/gpt-oss-20b", [1, 6, 11, 16, 21].as_slice(), 200_000),
+            _ => ("google/gemma-4-12B-it", [5, 17, 29, 41, 46].as_slice(), 4),
         };
         let (length, seed) = match algorithm {
             "eagle3" => ("ttt7", 0),
@@ -94,13 +100,14 @@ fn all_of_the_reference_are_there_and_some_more() {
             "peagle" => ("depths8", 0),
             "domino" => ("block16", 42),
             "xpress" => ("block16", 42),
+            "dspark_v4" => ("block5", 42),
             _ => ("block7", 42),
         };
-        let taps = if algorithm == "mtp" { vec![] } else { taps.to_vec() };
+        let taps: &[i64] = if algorithm == "mtp" { &[] } else { taps };
         assert_eq!(recipe.name, format!("{algorithm}_{length}_{target}"));
         assert_eq!(
             (recipe.target.model.as_str(), Tap::layer_ids(&recipe.target.layer_ids), recipe.seed),
-            (model, taps, seed)
+            (model, taps.to_vec(), seed)
         );
         let train = &recipe.train;
         assert_eq!(
@@ -120,6 +127,9 @@ fn all_of_the_reference_are_there_and_some_more() {
             assert_eq!((domino.mask_token_id, domino.slots), (mask, SlotTarget::AnchorPredicts));
             assert_eq!((domino.gru, domino.lambda_base), (GruSettings::default(), LambdaBase::default()));
             assert_eq!(domino.loss(), DominoRecipe { loss: None, ..domino.clone() }.loss());
+        } else if let DrafterSpec::DSparkV4(own) = &recipe.drafter {
+            assert_eq!((own.block_size, own.num_nextn_predict_layers, own.mask_token_id), (5, 3, mask));
+            assert_eq!(own.stage_config, StageSettings::default());
         } else if algorithm.starts_with('d') {
             let (DrafterSpec::DSpark(block) | DrafterSpec::DFlash(block)) = recipe.drafter else {
                 panic!("a block drafter");
@@ -258,6 +268,7 @@ fn each_plans_and_runs_the_bench_at_small_sizes() {
         .collect();
         let smaller: &[&str] = match algorithm {
             "peagle" => &["mask_token_id=95"],
+            "dspark_v4" => &["mask_token_id=95", "num_anchors=6", SMALL_STAGES],
             _ if recipe_has_blocks(algorithm) => &["mask_token_id=95", "num_anchors=6"],
             _ => &[],
         };
@@ -337,9 +348,20 @@ fn the_tiny_ones_are_planned_and_benched_too() {
     }
     seen.sort();
     assert!(
-        ["dflash", "dflash2", "domino", "dspark", "eagle3", "jetspec", "mtp", "peagle", "xpress"]
-            .iter()
-            .all(|name| seen.iter().any(|found| found == name)),
+        [
+            "dflash",
+            "dflash2",
+            "domino",
+            "dspark",
+            "dspark_v4",
+            "eagle3",
+            "jetspec",
+            "mtp",
+            "peagle",
+            "xpress"
+        ]
+        .iter()
+        .all(|name| seen.iter().any(|found| found == name)),
         "{seen:?}"
     );
 }

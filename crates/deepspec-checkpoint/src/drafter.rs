@@ -153,6 +153,11 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         drafter.taps.len()
     }
 
+    /// Names and shapes of the layers' tensors, for a kind whose layers are not those of a model family.
+    fn own_layer_shapes(&self, _drafter: &Drafter) -> Option<TensorShapes> {
+        None
+    }
+
     /// Adds the names and shapes of the tensors that only this kind has to `shapes`. The caller
     /// adds `fc`, the final norm and the tensors that all kinds have in a layer.
     fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes);

@@ -44,21 +44,26 @@ pub fn is_embed_or_head(name: &str) -> bool {
 /// Names and shapes of all tensors except embedding and LM head. None if the layers are unlike
 /// Qwen3's and Llama's. `path` is used in errors.
 pub fn tensor_shapes(path: &Path, drafter: &Drafter) -> Result<Option<TensorShapes>, CheckpointError> {
+    let width = drafter.hidden_size as usize;
+    let outer = [
+        ("fc.weight".to_string(), vec![width, width * drafter.kind.fc_inputs(drafter)]),
+        ("norm.weight".into(), vec![width]),
+    ];
+    if let Some(layers) = drafter.kind.own_layer_shapes(drafter) {
+        let mut found: TensorShapes = outer.into_iter().chain(layers).collect();
+        drafter.kind.add_tensor_shapes(drafter, &mut found);
+        return Ok(Some(found));
+    }
     if !drafter.family.pre_norm {
         return Ok(None);
     }
     let fields = Fields::new(path, &drafter.decoder);
-    let width = drafter.hidden_size as usize;
     let inner = fields.required_size::<u64>("intermediate_size")? as usize;
     let heads = Heads::of(&fields, drafter)?;
     let [heads, groups, dim] = [heads.query, heads.key_value, heads.dim].map(|size| size as usize);
 
     let gates = if fields.flag(OUTPUT_GATE_KEY)?.unwrap_or(false) { 2 } else { 1 };
-
-    let mut found = vec![
-        ("fc.weight".to_string(), vec![width, width * drafter.kind.fc_inputs(drafter)]),
-        ("norm.weight".into(), vec![width]),
-    ];
+    let mut found = outer.to_vec();
     for layer in 0..drafter.layers {
         let read = drafter.kind.layer_inputs(layer) * width;
         let mut put =

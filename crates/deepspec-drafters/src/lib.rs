@@ -14,6 +14,7 @@ mod domino;
 mod draft_model;
 mod drafter;
 mod dspark;
+mod dspark_v4;
 mod eagle3;
 mod mtp;
 mod peagle;
@@ -27,8 +28,8 @@ mod xpress;
 
 pub use assistant::{Assistant, AssistantProposer};
 pub use block_common::{
-    BlockBatch, BlockDrafter, BlockProposerOf, BlockSpec, ConfidenceInputs, LayerType, LossSum,
-    anchor_candidates, slot_weight, supervised_draft_count,
+    BackboneDrafter, BlockBatch, BlockDrafter, BlockProposerOf, BlockSpec, ConfidenceInputs, LayerType,
+    LossSum, anchor_candidates, slot_weight, supervised_draft_count,
 };
 pub use deepspec_ops::distill_loss::{BlockVerification, Dpace, Lk, LkForm, LossRecipe};
 pub use dflash2::{
@@ -50,6 +51,9 @@ pub use drafter::{
 pub use dspark::{
     ConfidenceRecipe, ConfidenceSettings, DSPARK_SUMS, DSpark, DSparkConfig, DSparkObjective, DSparkPlan,
     DSparkProposer, DSparkRecipe, DSparkSettings, MarkovKind, MarkovSettings,
+};
+pub use dspark_v4::{
+    DSparkV4, DSparkV4Config, DSparkV4Plan, DSparkV4Proposer, DSparkV4Recipe, DSparkV4Settings, StageSettings,
 };
 pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe,

@@ -17,16 +17,17 @@ use serde_json::{Map, Value, json};
 use crate::registration::{CheckpointKind, DrafterKindInfo};
 use crate::{
     Drafter, DrafterOptions, DrafterPlan, DrafterSpec, Recipe, assistant, causal, dflash2, domino, dspark,
-    eagle3, mtp, peagle, xpress,
+    dspark_v4, eagle3, mtp, peagle, xpress,
 };
 
 /// All kinds of drafters, in the order of messages.
-const DRAFTER_KINDS: [&DrafterKindInfo; 10] = [
+const DRAFTER_KINDS: [&DrafterKindInfo; 11] = [
     &dspark::DSPARK_INFO,
     &dspark::DFLASH_INFO,
     &dflash2::DFLASH2_INFO,
     &domino::DOMINO_INFO,
     &xpress::XPRESS_INFO,
+    &dspark_v4::DSPARK_V4_INFO,
     &eagle3::EAGLE3_INFO,
     &peagle::PEAGLE_INFO,
     &mtp::MTP_INFO,

@@ -10,8 +10,8 @@ use serde_json::json;
 use crate::registration::RecipeSection;
 use crate::registry::drafter_title;
 use crate::{
-    ConfigIssue, DFlash2Recipe, DSparkRecipe, DominoRecipe, DrafterPlan, Eagle3Recipe, MtpRecipe,
-    PEagleRecipe, XPressRecipe, dflash2, domino, dspark, eagle3, mtp, peagle, xpress,
+    ConfigIssue, DFlash2Recipe, DSparkRecipe, DSparkV4Recipe, DominoRecipe, DrafterPlan, Eagle3Recipe,
+    MtpRecipe, PEagleRecipe, XPressRecipe, dflash2, domino, dspark, dspark_v4, eagle3, mtp, peagle, xpress,
 };
 
 /// A recipe whose drafter section is parsed.
@@ -30,6 +30,8 @@ pub enum DrafterSpec {
     Domino(DominoRecipe),
     /// `xpress`.
     XPress(XPressRecipe),
+    /// `dspark_v4`.
+    DSparkV4(DSparkV4Recipe),
     /// `eagle3`.
     Eagle3(Eagle3Recipe),
     /// `peagle`.
@@ -39,7 +41,8 @@ pub enum DrafterSpec {
 }
 
 /// Names of the kinds in recipes.
-const KIND_NAMES: [&str; 8] = ["dspark", "dflash", "dflash2", "domino", "xpress", "eagle3", "peagle", "mtp"];
+const KIND_NAMES: [&str; 9] =
+    ["dspark", "dflash", "dflash2", "domino", "xpress", "dspark_v4", "eagle3", "peagle", "mtp"];
 
 impl DrafterSpec {
     /// Reads and checks the drafter section of a recipe.
@@ -55,6 +58,7 @@ impl DrafterSpec {
             "dflash2" => dflash2::read_recipe(&section).map(Self::DFlash2),
             "domino" => domino::read_recipe(&section).map(Self::Domino),
             "xpress" => xpress::read_recipe(&section).map(Self::XPress),
+            "dspark_v4" => dspark_v4::read_recipe(&section).map(Self::DSparkV4),
             "eagle3" => eagle3::read_recipe(&section).map(Self::Eagle3),
             "peagle" => peagle::read_recipe(&section).map(Self::PEagle),
             "mtp" => mtp::read_recipe(&section).map(Self::Mtp),
@@ -74,6 +78,7 @@ impl DrafterSpec {
             Self::DFlash2(_) => "dflash2",
             Self::Domino(_) => "domino",
             Self::XPress(_) => "xpress",
+            Self::DSparkV4(_) => "dspark_v4",
             Self::Eagle3(_) => "eagle3",
             Self::PEagle(_) => "peagle",
             Self::Mtp(_) => "mtp",
@@ -87,6 +92,7 @@ impl DrafterSpec {
             Self::DFlash2(recipe) => Some(recipe.mask_token_id),
             Self::Domino(recipe) => Some(recipe.mask_token_id),
             Self::XPress(recipe) => Some(recipe.mask_token_id),
+            Self::DSparkV4(recipe) => Some(recipe.mask_token_id),
             Self::PEagle(recipe) => Some(recipe.mask_token_id),
             Self::Eagle3(_) | Self::Mtp(_) => None,
         }
@@ -120,6 +126,7 @@ impl DrafterSpec {
             Self::DFlash2(own) => dflash2::build_plan(own, recipe, target),
             Self::Domino(own) => domino::build_plan(own, recipe, target),
             Self::XPress(own) => xpress::build_plan(own, recipe, target),
+            Self::DSparkV4(own) => dspark_v4::build_plan(own, recipe, target),
             Self::Eagle3(own) => eagle3::build_plan(own, recipe, target),
             Self::PEagle(own) => peagle::build_plan(own, recipe, target),
             Self::Mtp(own) => mtp::build_plan(own, recipe, target),
@@ -134,6 +141,7 @@ impl Serialize for DrafterSpec {
             Self::DFlash2(settings) => json!(settings),
             Self::Domino(settings) => json!(settings),
             Self::XPress(settings) => json!(settings),
+            Self::DSparkV4(settings) => json!(settings),
             Self::Eagle3(settings) => json!(settings),
             Self::PEagle(settings) => json!(settings),
             Self::Mtp(settings) => json!(settings),

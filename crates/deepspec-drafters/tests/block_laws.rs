@@ -1,4 +1,4 @@
-//! DFlash 2, Domino, xPress and P-EAGLE do not change the output distribution: with them, the target samples as it does alone. This
+//! DFlash 2, Domino, xPress, DSpark of DeepSeek-V4 and P-EAGLE do not change the output distribution: with them, the target samples as it does alone. This
 //! holds although DFlash 2 drafts candidates only, and although xPress and P-EAGLE draw a block's tokens side by side.
 
 mod common;
@@ -6,9 +6,9 @@ mod common;
 use common::laws::{SLOTS, VOCAB, blocks, chi_square, drafter, law, taps, target};
 use deepspec_core::SlotTarget;
 use deepspec_drafters::{
-    BlockProposerOf, Convolution, DFlash2, DFlash2Proposer, DFlash2Settings, Domino, DominoSettings,
-    DraftModel, DrafterKind, Eagle3Norms, GruSettings, PEagle, PEagleProposer, PEagleSettings, XPress,
-    XPressProposer, XPressSettings,
+    BlockProposerOf, Convolution, DFlash2, DFlash2Proposer, DFlash2Settings, DSparkV4, DSparkV4Proposer,
+    DSparkV4Settings, Domino, DominoSettings, DraftModel, DrafterKind, Eagle3Norms, GruSettings, PEagle,
+    PEagleProposer, PEagleSettings, StageSettings, XPress, XPressProposer, XPressSettings,
 };
 use deepspec_engine::{DraftRequest, Proposal, Proposer, VerifyRule};
 use deepspec_testkit::tiny;
@@ -93,6 +93,26 @@ fn with_xpress_the_first_tokens_have_the_targets_joint_law() {
     let settings =
         XPressSettings { blocks: blocks(SlotTarget::FillIn), rank: 8, mlp_ratio: 2, num_passes: 2 };
     assert_lossless(chi_square_ratios(settings, |drafter: XPress| XPressProposer::new(drafter, SLOTS)));
+}
+
+#[test]
+fn with_dspark_of_deepseek_v4_the_first_tokens_have_the_targets_joint_law() {
+    let stages = StageSettings {
+        num_attention_heads: 2,
+        head_dim: 8,
+        qk_rope_head_dim: 4,
+        q_lora_rank: 8,
+        o_lora_rank: 8,
+        o_groups: 2,
+        n_routed_experts: 3,
+        num_experts_per_tok: 2,
+        moe_intermediate_size: 8,
+        hc_mult: 2,
+        hc_sinkhorn_iters: 1,
+        ..StageSettings::default()
+    };
+    let settings = DSparkV4Settings { blocks: blocks(SlotTarget::AnchorPredicts), markov_rank: 8, stages };
+    assert_lossless(chi_square_ratios(settings, |drafter: DSparkV4| DSparkV4Proposer::new(drafter, SLOTS)));
 }
 
 #[test]

@@ -75,6 +75,13 @@ fn only_shifted_eagle3_reads_the_states_of_the_last_token() {
             ),
             false,
         ),
+        (
+            "{dspark_v4: {block_size: 5, num_nextn_predict_layers: 1, mask_token_id: 7, markov_rank: 8, stage_config: \
+             {num_attention_heads: 2, head_dim: 8, qk_rope_head_dim: 4, q_lora_rank: 8, o_lora_rank: 8, o_groups: 2, \
+             n_routed_experts: 3, num_experts_per_tok: 2, moe_intermediate_size: 8}}}"
+                .into(),
+            false,
+        ),
         (format!("{{xpress: {{{BLOCKS}, refiner: {{rank: 8}}}}}}"), false),
         (format!("{{domino: {{{BLOCKS}, gru: {{hidden_size: 12, rank: 8}}}}}}"), false),
         ("{eagle3: {ttt_length: 3, supervise: labels}}".into(), false),

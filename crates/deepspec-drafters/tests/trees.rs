@@ -9,7 +9,7 @@ use std::path::Path;
 use common::laws::{SLOTS, VOCAB, blocks, chi_square, drafter, law, taps, target};
 use deepspec_core::SlotTarget;
 use deepspec_drafters::{
-    BlockDrafter, BlockProposerOf, Convolution, DFlash2Settings, DSpark, DSparkSettings, DominoSettings,
+    BackboneDrafter, BlockProposerOf, Convolution, DFlash2Settings, DSpark, DSparkSettings, DominoSettings,
     DraftModel, Drafter, DrafterOptions, GruSettings, MarkovKind, MarkovSettings, XPressSettings,
 };
 use deepspec_engine::{
@@ -61,7 +61,7 @@ fn context() -> Context {
 }
 
 /// Log probability of `path` behind slot `slot`'s anchor, by the logits of a chain that is forced to draft the path.
-fn path_score<K: BlockDrafter>(model: &DraftModel<K>, slot: usize, path: &[i64], temperature: f64) -> f64 {
+fn path_score<K: BackboneDrafter>(model: &DraftModel<K>, slot: usize, path: &[i64], temperature: f64) -> f64 {
     let mut proposer = BlockProposerOf::new(model.share(), 2);
     let mut score = 0.0;
     let _ = proposer.forward(&context(), &[0, 1], &Tensor::from_slice(&ANCHORS), |k, logits| {
@@ -75,7 +75,7 @@ fn path_score<K: BlockDrafter>(model: &DraftModel<K>, slot: usize, path: &[i64],
     score
 }
 
-fn trees<K: BlockDrafter>(
+fn trees<K: BackboneDrafter>(
     model: &DraftModel<K>,
     budget: TreeBudget,
     depth: usize,
@@ -103,7 +103,7 @@ fn paths(tree: &DraftTree) -> Vec<Vec<i64>> {
 }
 
 /// Checks nodes against all paths: every path is scored by the chain's logits, and the tree has the likeliest.
-fn nodes_are_the_likeliest_paths<K: BlockDrafter>(name: &str, settings: K::Settings) {
+fn nodes_are_the_likeliest_paths<K: BackboneDrafter>(name: &str, settings: K::Settings) {
     let _no_grad = tch::no_grad_guard();
     let dir = tempfile::tempdir().unwrap();
     tiny::qwen3(dir.path(), VOCAB);
@@ -153,7 +153,7 @@ fn nodes_are_the_likeliest_paths<K: BlockDrafter>(name: &str, settings: K::Setti
 #[test]
 fn nodes_are_the_likeliest_paths_of_the_chains_distributions() {
     use deepspec_drafters::{DFlash2, Domino, XPress};
-    fn check<K: BlockDrafter>(name: &str, settings: K::Settings, _: fn(DraftModel<K>)) {
+    fn check<K: BackboneDrafter>(name: &str, settings: K::Settings, _: fn(DraftModel<K>)) {
         nodes_are_the_likeliest_paths::<K>(name, settings);
     }
     for kind in [MarkovKind::Vanilla, MarkovKind::Gated, MarkovKind::Rnn] {
@@ -200,7 +200,7 @@ impl TreeTarget for WithoutMask {
 }
 
 /// χ² of outputs with trees: as they are, and without the mask.
-fn chi_square_ratios<K: BlockDrafter>(settings: K::Settings) -> [f64; 2] {
+fn chi_square_ratios<K: BackboneDrafter>(settings: K::Settings) -> [f64; 2] {
     let _guard = tch::no_grad_guard();
     let dir = tempfile::tempdir().unwrap();
     tiny::qwen3(dir.path(), VOCAB);
@@ -230,10 +230,10 @@ fn with_trees_of_marginals_the_first_tokens_have_the_targets_joint_law() {
 
 /// Names the modules of a model.
 trait Modules {
-    type Of: BlockDrafter;
+    type Of: BackboneDrafter;
 }
 
-impl<K: BlockDrafter> Modules for DraftModel<K> {
+impl<K: BackboneDrafter> Modules for DraftModel<K> {
     type Of = K;
 }
 

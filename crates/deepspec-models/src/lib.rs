@@ -17,7 +17,7 @@ mod weights;
 pub use config::{Family, ModelConfig, TargetFamily};
 pub use deepspec_checkpoint::MAX_SHARD_BYTES;
 pub use error::ModelError;
-pub use families::{chat_formats, families, text_model_type};
+pub use families::{SHAPES_WITHOUT_FAMILY, chat_formats, families, text_model_type};
 pub use head::{TargetHead, final_state_factor};
 pub use identity::{config_digest, outer_tensors_digest, probed_weights_digest, stop_ids, weights_digest};
 pub use key_value_layer::KeyValueLayer;

@@ -53,7 +53,9 @@ pub use gated_delta_net::{
 pub use gated_mlp::{Activation, GatedMlp, gated_mlp};
 pub use grad::{EmbeddingGrad, EmbeddingGradSlices, GradSum, grad_or_zeros};
 pub use linear::{PackedWeight, Weight, linear};
-pub use mixture_of_experts::{Expert, MixtureOfExperts, Router, RouterScores, mixture_of_experts};
+pub use mixture_of_experts::{
+    Expert, MixtureOfExperts, Router, RouterScores, combine_experts, mixture_of_experts,
+};
 pub use rms_norm::{RmsNormParams, rms_norm};
 pub use rope::{Rope, RopeSpec, Rotation, Scaling, Yarn, rope};
 pub use sample::{argmax, sample, temperature_softmax};

@@ -5,7 +5,7 @@ use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, LayerInput, Qkv,
 use deepspec_ops::{BlockAttention, RepeatedRows, range};
 use tch::{Kind, Tensor};
 
-use super::BlockDrafter;
+use super::BackboneDrafter;
 use super::batch::BlockBatch;
 use crate::GradReadyHook;
 use crate::draft_model::{DraftModel, DrafterSettings as _};
@@ -43,7 +43,7 @@ struct SharedInputs<'a> {
 }
 
 /// A finished forward pass, ready for [`TrainingPass::backward`].
-pub(crate) struct TrainingPass<'a, K: BlockDrafter> {
+pub(crate) struct TrainingPass<'a, K: BackboneDrafter> {
     /// Hidden states `[A, H, d]` of the slots that the heads read, after the final norm.
     pub hidden: Tensor,
     /// None if autograd differentiates all layers in one backward call.
@@ -51,7 +51,7 @@ pub(crate) struct TrainingPass<'a, K: BlockDrafter> {
 }
 
 /// Layers whose backward passes run one by one.
-struct LayerwiseBackward<'a, K: BlockDrafter> {
+struct LayerwiseBackward<'a, K: BackboneDrafter> {
     model: &'a DraftModel<K>,
     shared: SharedInputs<'a>,
     context: Tensor,
@@ -70,7 +70,7 @@ struct SavedLayer {
     output: Option<Tensor>,
 }
 
-impl<K: BlockDrafter> TrainingPass<'_, K> {
+impl<K: BackboneDrafter> TrainingPass<'_, K> {
     /// Backpropagates `surrogate`, a scalar whose gradients equal the gradients of the losses. Calls `on_grad_ready` after each layer.
     pub fn backward(self, surrogate: &Tensor, on_grad_ready: Option<GradReadyHook>) {
         let _range = range(c"backward");
@@ -119,30 +119,10 @@ pub(super) fn repeat_over_blocks(rows: &Tensor, size: i64) -> Tensor {
     Tensor::cat(&[rows.narrow(0, 0, blocks).unsqueeze(1), others], 1).flatten(0, 1)
 }
 
-impl<K: BlockDrafter> DraftModel<K> {
+impl<K: BackboneDrafter> DraftModel<K> {
     /// Projects captured states `[T, m·d]` to the context `[T, d]`, which all layers read.
     pub fn context_states(&self, taps: &Tensor) -> Tensor {
         self.modules.backbone().hidden_norm.forward(&self.fuse(taps))
-    }
-
-    /// Float32 logits of the target's LM head, `[.., d]` to `[.., V]`, without a Markov bias.
-    pub fn base_logits(&self, hidden: &Tensor) -> Tensor {
-        self.vocabulary().logits(hidden)
-    }
-
-    /// See [`BlockDrafter::teacher_forced_features`].
-    pub fn teacher_forced_features(&self, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
-        K::teacher_forced_features(self, hidden, previous)
-    }
-
-    /// See [`BlockDrafter::teacher_forced_logits`].
-    pub fn teacher_forced_logits(&self, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
-        K::teacher_forced_logits(self, hidden, features)
-    }
-
-    /// See [`BlockDrafter::confidence_logits`].
-    pub fn confidence_logits(&self, hidden: &Tensor, embeddings: Option<&Tensor>) -> Option<Tensor> {
-        K::confidence_logits(self, hidden, embeddings)
     }
 
     /// Selects the slots that the heads read from rows of whole blocks `[N·B, d]` and applies the final norm: `[N, H, d]`.

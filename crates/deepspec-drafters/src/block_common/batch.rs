@@ -38,10 +38,10 @@ pub fn sum_of_slot_weights(
 /// Tensors of one training pass over sequences with ΣT tokens and A anchors in total.
 pub struct BlockBatch {
     pub(super) spans: Vec<SequenceAnchors>,
-    pub(super) taps: Tensor,              // [ΣT, m·d]
-    pub(super) context_positions: Tensor, // [ΣT]
-    pub(super) block_tokens: Tensor,      // [A, B]: anchor, mask, …
-    pub(super) block_positions: Tensor,   // [A·B]
+    pub(crate) taps: Tensor,              // [ΣT, m·d]
+    pub(crate) context_positions: Tensor, // [ΣT]
+    pub(crate) block_tokens: Tensor,      // [A, B]: anchor, mask, …
+    pub(crate) block_positions: Tensor,   // [A·B]
     /// Token before each draft, `[A, γ]`: the anchor, then the labels. If the heads read the anchor's slot, `[A, B]`: first the token before
     /// the anchor, which at the start of a text is the anchor itself.
     pub previous: Tensor,
@@ -215,6 +215,22 @@ impl BlockBatch {
             blocks,
             gamma: shape.draft_len(),
         })
+    }
+
+    /// Context rows before each anchor, `[A, window]` int64, the last one directly before the anchor, and whether the sequence has
+    /// the row. A row that it lacks has the index of its first row.
+    pub(crate) fn window_rows(&self, window: i64) -> (Tensor, Tensor) {
+        let offsets = Tensor::arange_start(-window, 0, (Kind::Int64, self.taps.device()));
+        let mut first = 0;
+        let of_sequence = |span: &SequenceAnchors| {
+            let rows = span.positions.unsqueeze(1) + &offsets;
+            let exists = rows.ge(0);
+            let rows = rows.clamp_min(0) + first;
+            first += span.tokens;
+            (rows, exists)
+        };
+        let (rows, exist): (Vec<_>, Vec<_>) = self.spans.iter().map(of_sequence).unzip();
+        (Tensor::cat(&rows, 0), Tensor::cat(&exist, 0))
     }
 
     /// Target states that predict the labels, `[R, d]`.

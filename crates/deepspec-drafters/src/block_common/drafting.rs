@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use deepspec_engine::{TreeBudget, grow_tree, likeliest_tokens};
+use deepspec_engine::{DraftRequest, Proposal, TreeBudget, grow_tree, likeliest_tokens};
 use deepspec_ops::DraftTree;
 use tch::Tensor;
 
@@ -55,6 +55,22 @@ pub fn draft<K: BlockDrafter>(
         previous = choose(k, &logits);
     }
     (!embeddings.is_empty()).then(|| Tensor::stack(&embeddings, 1))
+}
+
+/// Drafts a block behind each anchor of `request`, and the confidence of its tokens.
+pub fn propose<K: BlockDrafter>(
+    model: &DraftModel<K>,
+    blocks: &BlockStates,
+    request: &DraftRequest,
+) -> Proposal {
+    let mut draws = vec![];
+    let embeddings = draft(model, blocks, &mut |k, logits| {
+        let (drawn, distribution) = request.sampling.sample(logits, &request.uniforms.select(1, k));
+        draws.push((drawn.shallow_clone(), distribution));
+        drawn
+    });
+    let confidence = model.confidence_logits(blocks.hidden, embeddings.as_ref());
+    Proposal::stack(draws, confidence)
 }
 
 /// Grows a tree behind each anchor. `temperature(s)` divides the logits of sequence s for the ranking of its nodes.

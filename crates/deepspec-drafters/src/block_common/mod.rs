@@ -1,4 +1,4 @@
-//! Code that the block drafters DSpark, DFlash, DFlash 2, Domino and xPress share.
+//! Code that the block drafters DSpark, DFlash, DFlash 2, Domino, xPress and DSpark of DeepSeek-V4 share.
 //!
 //! B tokens `[anchor, mask, …, mask]` run through the backbone at once, and γ of the slots draft one token each ([`SlotTarget`]). The
 //! drafters differ in how they compute logits from hidden states.
@@ -22,10 +22,10 @@ pub use batch::{BlockBatch, anchor_candidates, slot_weight, sum_of_slot_weights,
 pub(crate) use blocks::IS_CAUSAL;
 pub use blocks::{BlockSpec, MAX_RANK, default_num_anchors};
 pub use cost::{FROZEN_FACTOR, TRAINED_FACTOR, block_flops, block_pass_rows};
-pub use drafting::{BlockStates, PrefixState, SlotInputs};
+pub use drafting::{BlockStates, PrefixState, SlotInputs, grow_trees, propose};
 pub use layers::{DraftLayers, LayerType};
 pub use losses::{DraftBias, add_bias};
-pub use predictions::predict;
+pub use predictions::{predict, predict_from};
 pub use proposer::{BlockProposerOf, ConfidenceInputs};
 pub use sums::LossSum;
 
@@ -40,8 +40,8 @@ use crate::registration::ParamGroup;
 pub(crate) const BACKBONE: ParamGroup =
     ParamGroup { name: "backbone", prefixes: &["fc.", "hidden_norm.", "layers.", "norm."] };
 
-/// A drafter that drafts all tokens of a block in one pass.
-pub trait BlockDrafter: DrafterKind {
+/// A block drafter whose layers are decoder layers of the target's kind.
+pub trait BackboneDrafter: BlockDrafter {
     /// The drafter's backbone.
     fn backbone(&self) -> &Backbone;
 
@@ -49,7 +49,10 @@ pub trait BlockDrafter: DrafterKind {
     fn layer_hook(&self, _layer: usize) -> Option<&dyn LayerHook> {
         None
     }
+}
 
+/// A drafter that drafts all tokens of a block in one pass. Its hidden states `[.., d]` are those that its heads read.
+pub trait BlockDrafter: DrafterKind {
     /// Shape of the drafter's blocks.
     fn block_spec(config: &DraftConfig<Self::Settings>) -> &BlockSpec;
 
@@ -68,6 +71,11 @@ pub trait BlockDrafter: DrafterKind {
     /// Stops adding the Markov bias to the logits. Returns whether there is a Markov head.
     fn disable_markov_bias(&mut self) -> bool {
         false
+    }
+
+    /// States that the LM head reads: by default the hidden states.
+    fn head_states(_model: &DraftModel<Self>, hidden: &Tensor) -> Tensor {
+        hidden.shallow_clone()
     }
 
     /// Float32 logits of the drafting slots before any token is chosen, `[S, γ, V]`: by default the LM head's.
@@ -107,5 +115,27 @@ pub trait BlockDrafter: DrafterKind {
         _embeddings: Option<&Tensor>,
     ) -> Option<Tensor> {
         None
+    }
+}
+
+impl<K: BlockDrafter> DraftModel<K> {
+    /// Float32 logits of the target's LM head, `[.., d]` to `[.., V]`, without a Markov bias.
+    pub fn base_logits(&self, hidden: &Tensor) -> Tensor {
+        self.vocabulary().logits(&K::head_states(self, hidden))
+    }
+
+    /// See [`BlockDrafter::teacher_forced_features`].
+    pub fn teacher_forced_features(&self, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
+        K::teacher_forced_features(self, hidden, previous)
+    }
+
+    /// See [`BlockDrafter::teacher_forced_logits`].
+    pub fn teacher_forced_logits(&self, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
+        K::teacher_forced_logits(self, hidden, features)
+    }
+
+    /// See [`BlockDrafter::confidence_logits`].
+    pub fn confidence_logits(&self, hidden: &Tensor, embeddings: Option<&Tensor>) -> Option<Tensor> {
+        K::confidence_logits(self, hidden, embeddings)
     }
 }

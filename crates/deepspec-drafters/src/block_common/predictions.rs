@@ -2,14 +2,23 @@
 
 use tch::{Kind, Tensor};
 
-use super::BlockDrafter;
+use super::{BackboneDrafter, BlockBatch, BlockDrafter};
 use crate::draft_model::DraftModel;
 use crate::{Predictions, TrainSample};
 
 /// See [`crate::DrafterProbe::predict`].
-pub fn predict<'a, K: BlockDrafter>(
+pub fn predict<'a, K: BackboneDrafter>(
     model: &'a DraftModel<K>,
     samples: &[TrainSample],
+) -> Option<Predictions<'a>> {
+    predict_from(model, samples, |batch| model.hidden_states(batch))
+}
+
+/// [`predict`] with the hidden states `[A, H, d]` that `hidden_states` computes.
+pub fn predict_from<'a, K: BlockDrafter>(
+    model: &'a DraftModel<K>,
+    samples: &[TrainSample],
+    hidden_states: impl Fn(&BlockBatch) -> Tensor,
 ) -> Option<Predictions<'a>> {
     let config = model.config();
     let (gamma, width) = (K::block_spec(config).draft_len() as i64, config.model().hidden_size);
@@ -18,7 +27,7 @@ pub fn predict<'a, K: BlockDrafter>(
     }
     let device = samples.first()?.taps.device();
     let batch = config.batch(samples, 1.0, device, model.kind())?;
-    let hidden = model.hidden_states(&batch); // [A, H, d]
+    let hidden = hidden_states(&batch); // [A, H, d]
     let (embeddings, features) = model.teacher_forced_features(&hidden, &batch.previous).unzip();
     let hidden = hidden.narrow(1, hidden.size()[1] - gamma, gamma); // [A, γ, d]
     let confidence = model.confidence_logits(&hidden, embeddings.as_ref());

@@ -9,13 +9,13 @@ use deepspec_ops::{DeviceArange, DraftTree, RepeatedRows, cat_row_runs};
 use tch::{Kind, Tensor};
 
 use super::backbone::repeat_over_blocks;
-use super::drafting::{draft, grow_trees};
-use super::{BlockDrafter, BlockStates};
+use super::drafting::{draft, grow_trees, propose};
+use super::{BackboneDrafter, BlockStates};
 use crate::draft_model::{DraftModel, DrafterSettings as _};
 use crate::{Drafter, DrafterProbe};
 
 /// A block drafter with a KV cache.
-pub struct BlockProposerOf<K: BlockDrafter> {
+pub struct BlockProposerOf<K: BackboneDrafter> {
     model: DraftModel<K>,
     cache: KvCache,
     /// None if the heads do not read the anchor's slot.
@@ -64,7 +64,7 @@ pub struct ConfidenceInputs {
     pub embeddings: Option<Tensor>,
 }
 
-impl<K: BlockDrafter> BlockProposerOf<K> {
+impl<K: BackboneDrafter> BlockProposerOf<K> {
     /// A proposer with an empty KV cache for `slots` sequences.
     pub fn new(model: DraftModel<K>, slots: usize) -> Self {
         let cache = KvCache::new(&model.attention_specs(), slots, model.kind(), model.device());
@@ -170,7 +170,7 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
     }
 }
 
-impl<K: BlockDrafter> Drafter for BlockProposerOf<K> {
+impl<K: BackboneDrafter> Drafter for BlockProposerOf<K> {
     fn share(&self, slots: usize) -> Box<dyn Drafter> {
         K::into_drafter(self.model.share(), slots)
     }
@@ -200,7 +200,7 @@ impl<K: BlockDrafter> Drafter for BlockProposerOf<K> {
     }
 }
 
-impl<K: BlockDrafter> Proposer for BlockProposerOf<K> {
+impl<K: BackboneDrafter> Proposer for BlockProposerOf<K> {
     fn draft_len(&self) -> usize {
         K::block_spec(self.model.config()).draft_len()
     }
@@ -210,15 +210,10 @@ impl<K: BlockDrafter> Proposer for BlockProposerOf<K> {
     }
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
-        let DraftRequest { context, slots, anchors, uniforms, sampling } = *request;
-        let mut draws = vec![];
-        let ConfidenceInputs { hidden, embeddings } = self.forward(context, slots, anchors, |k, logits| {
-            let (drawn, distribution) = sampling.sample(logits, &uniforms.select(1, k));
-            draws.push((drawn.shallow_clone(), distribution));
-            drawn
-        });
-        let confidence = self.model.confidence_logits(&hidden, embeddings.as_ref());
-        Proposal::stack(draws, confidence)
+        let DraftRequest { context, slots, anchors, .. } = *request;
+        let (hidden, before_anchors) = self.forward_blocks(context, slots, anchors);
+        let states = BlockStates { hidden: &hidden, anchors, before_anchors: before_anchors.as_ref() };
+        propose(&self.model, &states, request)
     }
 
     fn tree_refusal(&self) -> Option<&'static str> {

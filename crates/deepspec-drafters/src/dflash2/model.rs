@@ -16,7 +16,8 @@ use tch::{Kind, Tensor};
 
 use crate::ConfigIssue;
 use crate::block_common::{
-    Backbone, BlockDrafter, BlockSpec, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK, PrefixState, SlotInputs,
+    Backbone, BackboneDrafter, BlockDrafter, BlockSpec, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK,
+    PrefixState, SlotInputs,
 };
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
@@ -396,7 +397,7 @@ impl DFlash2Modules {
     }
 }
 
-impl BlockDrafter for DFlash2Modules {
+impl BackboneDrafter for DFlash2Modules {
     fn backbone(&self) -> &Backbone {
         &self.backbone
     }
@@ -404,7 +405,9 @@ impl BlockDrafter for DFlash2Modules {
     fn layer_hook(&self, layer: usize) -> Option<&dyn LayerHook> {
         Some(&self.convolutions[layer])
     }
+}
 
+impl BlockDrafter for DFlash2Modules {
     fn block_spec(config: &DFlash2Config) -> &BlockSpec {
         &config.settings.blocks
     }

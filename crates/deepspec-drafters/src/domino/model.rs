@@ -17,8 +17,8 @@ use tch::Tensor;
 
 use crate::ConfigIssue;
 use crate::block_common::{
-    Backbone, BlockDrafter, BlockSpec, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK, PrefixState, SlotInputs,
-    add_bias,
+    Backbone, BackboneDrafter, BlockDrafter, BlockSpec, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK,
+    PrefixState, SlotInputs, add_bias,
 };
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
@@ -301,11 +301,13 @@ impl DominoModules {
     }
 }
 
-impl BlockDrafter for DominoModules {
+impl BackboneDrafter for DominoModules {
     fn backbone(&self) -> &Backbone {
         &self.backbone
     }
+}
 
+impl BlockDrafter for DominoModules {
     fn block_spec(config: &DominoConfig) -> &BlockSpec {
         &config.settings.blocks
     }

@@ -80,6 +80,13 @@ pub trait DrafterKind: Sized + Send + 'static {
     /// Row counts of a training pass over samples of these sizes.
     fn pass_rows(plan: &Plan<Self>, samples: &[SampleSize]) -> PassRows;
 
+    /// See [`DrafterPlan::activation_bytes`]. By default, that of decoder layers by [`DrafterKind::pass_rows`].
+    fn activation_bytes(plan: &Plan<Self>, samples: &[SampleSize], kind: Kind, device: Device) -> usize {
+        let vocab_size = plan.config.settings.draft_vocab_size().unwrap_or(plan.config.model().vocab_size);
+        let rows = Self::pass_rows(plan, samples);
+        rows.activation_bytes(&plan.config.decoder, vocab_size, kind, device, plan.recomputes)
+    }
+
     /// Turns the model into a drafter for `slots` sequences.
     fn into_drafter(model: DraftModel<Self>, slots: usize) -> Box<dyn Drafter>;
 
@@ -205,9 +212,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
     }
 
     fn activation_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> usize {
-        let rows = K::pass_rows(self, samples);
-        let vocab_size = self.config.settings.draft_vocab_size().unwrap_or(self.config.model().vocab_size);
-        rows.activation_bytes(&self.config.decoder, vocab_size, kind, device, self.recomputes)
+        K::activation_bytes(self, samples, kind, device)
     }
 
     fn own_head_rows(&self) -> Option<usize> {

@@ -5,10 +5,10 @@ mod model;
 mod train;
 
 pub use model::{
-    ConfidenceRecipe, ConfidenceSettings, DSpark, DSparkConfig, DSparkRecipe, DSparkSettings, MarkovKind,
-    MarkovSettings,
+    ConfidenceHead, ConfidenceRecipe, ConfidenceSettings, DSpark, DSparkConfig, DSparkRecipe, DSparkSettings,
+    MarkovHead, MarkovKind, MarkovSettings,
 };
 pub use train::{
     DFLASH_INFO, DFLASH_LOSS, DSPARK_INFO, DSPARK_LOSS, DSPARK_SUMS, DSparkObjective, DSparkPlan,
-    DSparkProposer, build_plan, read_dflash, read_dspark,
+    DSparkProposer, HeadLosses, build_plan, metric_defs, read_dflash, read_dspark,
 };

@@ -21,7 +21,8 @@ use tch::{Kind, Tensor};
 
 use crate::ConfigIssue;
 use crate::block_common::{
-    Backbone, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK, PrefixState, SlotInputs, add_bias,
+    Backbone, BackboneDrafter, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK, PrefixState,
+    SlotInputs, add_bias,
 };
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
@@ -374,6 +375,9 @@ impl MarkovHead {
     }
 }
 
+/// Name of the confidence head's layer.
+const CONFIDENCE_PROJ: &str = "confidence_head.proj";
+
 /// Confidence head: logit of the probability that the target accepts a token, given that it accepted the tokens before.
 pub struct ConfidenceHead {
     proj: Linear,
@@ -381,12 +385,17 @@ pub struct ConfidenceHead {
 }
 
 impl ConfidenceHead {
-    pub fn new(b: &Builder, config: &DSparkConfig) -> Option<Self> {
+    fn new(b: &Builder, config: &DSparkConfig) -> Option<Self> {
         let DSparkSettings { markov, confidence, .. } = config.settings;
-        let confidence = confidence?;
-        let rank = if confidence.with_markov { markov.map_or(0, |markov| markov.rank) } else { 0 };
-        let proj = Linear::with_bias(b, "confidence_head.proj", config.decoder.model.hidden_size + rank, 1);
-        Some(Self { proj, with_markov: confidence.with_markov })
+        let with_markov = confidence?.with_markov;
+        let rank = if with_markov { markov.map_or(0, |markov| markov.rank) } else { 0 };
+        let width = config.decoder.model.hidden_size + rank;
+        Some(Self { proj: Linear::with_bias(b, CONFIDENCE_PROJ, width, 1), with_markov })
+    }
+
+    /// A head without a bias that reads states of width `hidden` and Markov embeddings of this rank (DeepSeek-V4).
+    pub fn without_bias(b: &Builder, hidden: i64, rank: i64) -> Self {
+        Self { proj: Linear::new(b, CONFIDENCE_PROJ, hidden + rank, 1), with_markov: true }
     }
 
     /// Confidence logits `[..]` from `hidden [.., d]` and, with `with_markov`, the previous tokens' Markov embeddings `e [.., r]`.
@@ -427,11 +436,13 @@ impl DSparkModules {
     }
 }
 
-impl BlockDrafter for DSparkModules {
+impl BackboneDrafter for DSparkModules {
     fn backbone(&self) -> &Backbone {
         &self.backbone
     }
+}
 
+impl BlockDrafter for DSparkModules {
     fn block_spec(config: &DSparkConfig) -> &BlockSpec {
         &config.settings.blocks
     }

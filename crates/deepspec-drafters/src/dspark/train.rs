@@ -10,15 +10,16 @@ use deepspec_ops::grad_or_zeros;
 use tch::{Kind, Reduction, Tensor};
 
 use super::model::{
-    ConfidenceSettings, DSpark, DSparkConfig, DSparkModules, DSparkRecipe, DSparkSettings, MarkovKind,
+    ConfidenceSettings, DSpark, DSparkConfig, DSparkModules, DSparkRecipe, DSparkSettings, MarkovHead,
+    MarkovKind,
 };
 use crate::block_common::sums::LoggedSums;
 use crate::block_common::{
-    BlockBatch, BlockProposerOf, BlockSpec, DraftBias, FROZEN_FACTOR, LossSum, TRAINED_FACTOR, block_flops,
-    block_pass_rows, sum_of_slot_weights,
+    BlockBatch, BlockDrafter, BlockProposerOf, BlockSpec, DraftBias, FROZEN_FACTOR, LossSum, TRAINED_FACTOR,
+    block_flops, block_pass_rows, sum_of_slot_weights,
 };
 use crate::draft_model::{
-    DraftDecoder, DrafterKind, DrafterSettings as _, PassRows, Plan, SampleSize, checkpoint_kind,
+    DraftDecoder, DraftModel, DrafterKind, DrafterSettings as _, PassRows, Plan, SampleSize, checkpoint_kind,
 };
 use crate::registration::{DrafterKindInfo, ParamGroup, RecipeSection};
 use crate::{
@@ -164,22 +165,7 @@ impl DrafterKind for DSparkModules {
     }
 
     fn metric_defs(plan: &DSparkPlan) -> Metrics {
-        let (loss, gamma) = (plan.objective.loss, plan.config.settings.blocks.draft_len());
-        let compute = move |sums: &[f64], samples| {
-            let window = LoggedSums { gamma, own: &DSPARK_SUMS, sums };
-            let means = DSPARK_SUMS.map(|name| (name, window.weighted_mean(window.get(LossSum::Own(name)))));
-            window.to_metrics(&loss, samples, ("confidence_loss", means[0].1), &means[1..])
-        };
-        Metrics {
-            count: LossSum::all(gamma, &DSPARK_SUMS).count(),
-            headline: &[
-                ("ce", "ce_loss"),
-                ("l1", "l1_loss"),
-                ("conf", "confidence_loss"),
-                ("τ", "tau_probabilistic"),
-            ],
-            compute: Box::new(compute),
-        }
+        metric_defs(plan.objective.loss, plan.config.settings.blocks.draft_len())
     }
 
     fn flops(plan: &DSparkPlan, samples: &[TrainSample]) -> f64 {
@@ -213,7 +199,26 @@ impl DrafterKind for DSparkModules {
     }
 }
 
-/// Sums that only DSpark and DFlash have, with slot weights: the confidence's BCE, |c − c*|, c − c* and Π c − Π c*.
+/// Metrics of a drafter with DSpark's losses and sums, for blocks of `gamma` drafts.
+pub fn metric_defs(loss: LossRecipe, gamma: usize) -> Metrics {
+    let compute = move |sums: &[f64], samples| {
+        let window = LoggedSums { gamma, own: &DSPARK_SUMS, sums };
+        let means = DSPARK_SUMS.map(|name| (name, window.weighted_mean(window.get(LossSum::Own(name)))));
+        window.to_metrics(&loss, samples, ("confidence_loss", means[0].1), &means[1..])
+    };
+    Metrics {
+        count: LossSum::all(gamma, &DSPARK_SUMS).count(),
+        headline: &[
+            ("ce", "ce_loss"),
+            ("l1", "l1_loss"),
+            ("conf", "confidence_loss"),
+            ("τ", "tau_probabilistic"),
+        ],
+        compute: Box::new(compute),
+    }
+}
+
+/// Sums that only DSpark, DFlash and DSpark of DeepSeek-V4 have, with slot weights: the confidence's BCE, |c − c*|, c − c* and Π c − Π c*.
 pub const DSPARK_SUMS: [&str; 4] =
     ["confidence", "confidence_abs_error", "confidence_bias", "confidence_prefix_bias"];
 
@@ -234,84 +239,103 @@ impl DSpark {
         normaliser: LossDenominator,
         on_grad_ready: Option<GradReadyHook>,
     ) -> Tensor {
-        let scale = normaliser.scale();
-        let select_supervised = |tensor: &Tensor| batch.select_supervised(tensor);
-        // 1. Forward.
         let pass = self.training_pass(batch, on_grad_ready.is_some());
-        let hidden = &pass.hidden; // [A, γ, d]
+        let markov = self.modules.markov.as_ref();
+        let losses = HeadLosses::new(self, markov, &pass.hidden, batch, objective, normaliser.scale());
+        pass.backward(&losses.surrogate, on_grad_ready);
+        losses.finish(markov, batch)
+    }
+}
+
+/// Losses of a batch, before autograd's backward pass.
+pub struct HeadLosses {
+    /// A scalar whose gradients with respect to the hidden states and to the parameters of the heads are those of the losses.
+    pub surrogate: Tensor,
+    /// Detached leaf, `[A, H, r]`; None without a Markov head.
+    previous_embeddings: Option<Tensor>,
+    output: LossOutput,
+    /// `[R]`.
+    accept_rate: Tensor,
+    /// `[R]`; None without a confidence head.
+    confidence_logits: Option<Tensor>,
+    /// Weighted sum of the confidence loss, times its weight.
+    bce: Option<Tensor>,
+}
+
+impl HeadLosses {
+    /// Computes the losses of the hidden states `[A, γ, d]` of a drafter whose Markov head is `markov`. Adds to the gradient of
+    /// W2. `scale` is a factor of the gradients.
+    pub fn new<K: BlockDrafter>(
+        model: &DraftModel<K>,
+        markov: Option<&MarkovHead>,
+        hidden: &Tensor,
+        batch: &BlockBatch,
+        objective: &DSparkObjective,
+        scale: f64,
+    ) -> Self {
+        let select_supervised = |tensor: &Tensor| batch.select_supervised(tensor);
         // `previous_embeddings` is a detached leaf: autograd would allocate a dense `[V, r]` gradient of W1.
-        let previous_embeddings = self.modules.markov.as_ref().map(|markov| {
+        let previous_embeddings = markov.map(|markov| {
             let previous_embeddings = tch::no_grad(|| markov.embed(&batch.previous));
             previous_embeddings.set_requires_grad(true)
         });
-        let features = self.modules.markov.as_ref().zip(previous_embeddings.as_ref()).map(
-            |(markov, previous_embeddings)| {
-                select_supervised(&markov.teacher_forced_features(hidden, previous_embeddings)) // [R, r]
-            },
-        );
+        let features = markov.zip(previous_embeddings.as_ref()).map(|(markov, previous_embeddings)| {
+            select_supervised(&markov.teacher_forced_features(hidden, previous_embeddings)) // [R, r]
+        });
         let supervised_hidden = select_supervised(hidden); // [R, d]
-        // 2. Losses, and their gradients with respect to `supervised_hidden` and `features`, in closed form.
+        let head_states = K::head_states(model, &supervised_hidden);
+        // Losses, and their gradients with respect to `head_states` and `features`, in closed form.
         let output = tch::no_grad(|| {
-            self.head_losses(batch, &supervised_hidden, features.as_ref(), &objective.loss, scale)
+            let bias = markov.zip(features.as_ref()).map(|(markov, features)| DraftBias {
+                features,
+                // Rows with the same previous token have equal vanilla features, so the kernel computes their bias once.
+                feature_group: markov.reads_previous_alone().then_some(&batch.supervised_previous[..]),
+                w2: markov.w2(),
+            });
+            batch.losses(&model.vocabulary().loss_head(), &head_states, bias, &objective.loss, scale)
         });
         let accept_rate = (output.column(LossColumn::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
-
-        // 3. Backward. Autograd continues from the closed-form gradients: the gradient of Σ x·g with respect to x is g.
-        let mut surrogate = (&supervised_hidden * &output.grad_hidden).sum(Kind::Float);
+        // Autograd continues from the closed-form gradients: the gradient of Σ x·g with respect to x is g.
+        let mut surrogate = (&head_states * &output.grad_hidden).sum(Kind::Float);
         if let Some((features, grad_features)) = features.as_ref().zip(output.grad_features.as_ref()) {
             surrogate += (features * grad_features).sum(Kind::Float);
         }
-        let confidence_logits = self.confidence_logits(
+        let confidence_logits = K::confidence_logits(
+            model,
             &supervised_hidden,
             previous_embeddings.as_ref().map(&select_supervised).as_ref(),
         );
-        let bce = confidence_logits.as_ref().map(|logits| confidence_loss(logits, &accept_rate));
-        let bce = bce.map(|losses| batch.weighted_sum(&losses));
+        let bce = confidence_logits.as_ref().map(|logits| {
+            batch.weighted_sum(&confidence_loss(logits, &accept_rate)) * objective.confidence_alpha
+        });
         if let Some(bce) = &bce {
-            surrogate += bce * (objective.confidence_alpha * scale);
+            surrogate += bce * scale;
         }
-        pass.backward(&surrogate, on_grad_ready);
+        Self { surrogate, previous_embeddings, output, accept_rate, confidence_logits, bce }
+    }
+
+    /// After the backward pass: adds to the gradient of W1, and returns every [`LossSum`], `[K]` float64.
+    pub fn finish(self, markov: Option<&MarkovHead>, batch: &BlockBatch) -> Tensor {
         tch::no_grad(|| {
-            // 4. Gradient of W1, scattered from the gradient of `previous_embeddings`.
-            let markov = self.modules.markov.as_ref().filter(|markov| markov.w1().requires_grad());
+            // The gradient of W1, scattered from the gradient of `previous_embeddings`.
+            let markov = markov.filter(|markov| markov.w1().requires_grad());
             if let (Some(markov), Some(previous_embeddings), Some(grad)) =
-                (markov, previous_embeddings, &batch.previous_scatter)
+                (markov, &self.previous_embeddings, &batch.previous_scatter)
             {
                 grad.add_to(&grad_or_zeros(markov.w1()), &previous_embeddings.grad().flatten(0, 1));
             }
-            // 5. Sums.
-            let bce = bce.map(|bce| bce.detach() * objective.confidence_alpha);
-            let mut loss = output.column(LossColumn::Loss).sum(Kind::Double);
-            if let Some(bce) = &bce {
-                loss += bce;
+            let mut loss = self.output.column(LossColumn::Loss).sum(Kind::Double);
+            if let Some(bce) = &self.bce {
+                loss += bce.detach();
             }
-            let own = Self::confidence_sums(batch, &accept_rate, confidence_logits.as_ref());
-            batch.loss_sums(&output, &loss, &accept_rate, own)
+            batch.loss_sums(&self.output, &loss, &self.accept_rate, self.confidence_sums(batch))
         })
     }
 
-    /// Losses of `supervised_hidden [R, d]`, and their gradients with respect to it and to `features`. Adds to the gradient of
-    /// W2. The caller must disable autograd.
-    fn head_losses(
-        &self,
-        batch: &BlockBatch,
-        supervised_hidden: &Tensor,
-        features: Option<&Tensor>,
-        loss: &LossRecipe,
-        scale: f64,
-    ) -> LossOutput {
-        let bias = self.modules.markov.as_ref().zip(features).map(|(markov, features)| DraftBias {
-            features,
-            // Rows with the same previous token have equal vanilla features, so the kernel computes their bias once.
-            feature_group: markov.reads_previous_alone().then_some(&batch.supervised_previous[..]),
-            w2: markov.w2(),
-        });
-        batch.losses(&self.vocabulary().loss_head(), supervised_hidden, bias, loss, scale)
-    }
-
-    /// Values of [`DSPARK_SUMS`]; zeros without a confidence head. `accept_rate [R]` are the accept rates.
-    fn confidence_sums(batch: &BlockBatch, accept_rate: &Tensor, logits: Option<&Tensor>) -> [Tensor; 4] {
-        let Some(logits) = logits else {
+    /// Values of [`DSPARK_SUMS`]; zeros without a confidence head.
+    fn confidence_sums(&self, batch: &BlockBatch) -> [Tensor; 4] {
+        let accept_rate = &self.accept_rate;
+        let Some(logits) = &self.confidence_logits else {
             return DSPARK_SUMS.map(|_| Tensor::zeros([], (Kind::Double, accept_rate.device())));
         };
         let confidence = logits.sigmoid();

@@ -18,7 +18,8 @@ use tch::Tensor;
 use super::refiner::RefinerHead;
 use crate::ConfigIssue;
 use crate::block_common::{
-    Backbone, BlockDrafter, BlockSpec, BlockStates, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK,
+    Backbone, BackboneDrafter, BlockDrafter, BlockSpec, BlockStates, DraftLayers, IS_CAUSAL, LayerType,
+    MAX_RANK,
 };
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
@@ -292,11 +293,13 @@ pub(super) fn previous_tokens(known: &Tensor, drafted: &Tensor) -> Tensor {
     Tensor::cat(&[known, &drafted.narrow(1, 0, drafted.size()[1] - 1)], 1)
 }
 
-impl BlockDrafter for XPressModules {
+impl BackboneDrafter for XPressModules {
     fn backbone(&self) -> &Backbone {
         &self.backbone
     }
+}
 
+impl BlockDrafter for XPressModules {
     fn block_spec(config: &XPressConfig) -> &BlockSpec {
         &config.settings.blocks
     }

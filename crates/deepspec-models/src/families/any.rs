@@ -24,6 +24,10 @@ const MLA_DRAFT_KV_HEADS: u64 = 8;
 /// Kinds of RoPE scaling that draft layers take over from such a target.
 const COPIED_ROPE_TYPES: [&str; 3] = ["linear", "llama3", "yarn"];
 
+/// Hub ids of models without a family here whose sizes are built in, with their config.json.
+pub const SHAPES_WITHOUT_FAMILY: &[(&str, &str)] =
+    &[("deepseek-ai/DeepSeek-V4-Flash", include_str!("../../../../configs/shapes/deepseek_v4_flash.json"))];
+
 impl ModelConfig {
     /// Reads `dir/config.json` of a target of any architecture. If no family here reads it, the
     /// layers are dense Qwen3 layers of its sizes: drafters are built like these, and

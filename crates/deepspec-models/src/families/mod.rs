@@ -99,7 +99,7 @@ impl TargetFamily {
     }
 }
 
-pub use any::text_model_type;
+pub use any::{SHAPES_WITHOUT_FAMILY, text_model_type};
 pub(crate) use any::{is_gemma, text_part};
 
 /// Words in the names of a multimodal model's other modules, and of modules that draft (MTP).

@@ -24,6 +24,8 @@ pub enum Init {
     Zeros,
     /// U(−1/√n, 1/√n) for matrices of n columns, as PyTorch initialises linear layers (`kaiming_uniform_` with a = √5).
     KaimingUniform,
+    /// This value everywhere.
+    Constant(f64),
     /// Ones in the first row of each matrix `[K, d]` and zeros below: a convolution that is the identity.
     Identity,
 }
@@ -217,6 +219,7 @@ impl<'a> Builder<'a> {
             &ParameterSource::Fresh { seed, std, device, kind } => match init {
                 Init::Ones => Tensor::ones(shape, (kind, device)),
                 Init::Zeros => Tensor::zeros(shape, (kind, device)),
+                Init::Constant(value) => Tensor::full(shape, value, (kind, device)),
                 Init::Identity => {
                     let kernel = Tensor::zeros(shape, (kind, device));
                     let _ = kernel.narrow(-2, 0, 1).fill_(1.0);

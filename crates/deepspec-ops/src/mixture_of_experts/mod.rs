@@ -20,6 +20,9 @@ pub enum RouterScores {
     },
     /// The softmax over the k largest logits.
     SoftmaxOfChosen,
+    /// `√softplus(logit)` of the k experts whose score and bias have the largest sums, divided by the sum of the k scores. The
+    /// bias selects, and is no part of the weights (DeepSeek-V4).
+    SqrtSoftplus,
 }
 
 /// The router of a layer with experts.
@@ -27,7 +30,7 @@ pub enum RouterScores {
 pub struct Router<'a> {
     /// Weight of the logits, `[E, d]`.
     pub weight: &'a Weight,
-    /// Bias of the logits, `[E]`.
+    /// Bias of the logits, or of the selection with [`RouterScores::SqrtSoftplus`], `[E]`.
     pub bias: Option<&'a Tensor>,
     /// k, experts of a row.
     pub active: i64,
@@ -59,9 +62,10 @@ pub struct MixtureOfExperts<'a> {
 }
 
 impl Router<'_> {
-    /// Weights `[N, k]`, in the dtype of `x [N, d]`, and experts `[N, k]` of each row, largest weight first.
+    /// Weights `[N, k]`, in the dtype of `x [N, d]`, and experts `[N, k]` of each row, in the order of selection.
     fn route(&self, x: &Tensor) -> (Tensor, Tensor) {
-        let logits = linear(x, self.weight, self.bias);
+        let selects = self.scores == RouterScores::SqrtSoftplus;
+        let logits = linear(x, self.weight, self.bias.filter(|_| !selects));
         let largest = |of: &Tensor| of.topk(self.active, -1, true, true);
         let (scores, experts) = match self.scores {
             RouterScores::SoftmaxOverAll { renormalise } => {
@@ -73,29 +77,49 @@ impl Router<'_> {
                 let (chosen, experts) = largest(&logits);
                 (chosen.softmax(-1, Kind::Float), experts)
             }
+            RouterScores::SqrtSoftplus => {
+                let all = logits.to_kind(Kind::Float).softplus().sqrt();
+                let biased = self.bias.map_or_else(|| all.shallow_clone(), |bias| &all + bias);
+                let experts = largest(&biased.detach()).1;
+                let scores = all.gather(-1, &experts, false);
+                (&scores / scores.sum_dim_intlist(-1, true, Kind::Float), experts)
+            }
         };
         (scores.to_kind(x.kind()), experts)
     }
 }
 
-/// `Σ_j s_j · expert_{e_j}(x)` of `x [N, d]`, with the weights s and the experts e of each row: `[N, d]`.
-///
-/// The rows of an expert run together, by [`gated_mlp`]. A row adds its experts by ascending index, in float32, so that its
-/// result depends on other rows no more than that of [`linear`] does. The host reads the experts of the rows, and
-/// waits for the device once. Records no gradients.
+/// `Σ_j s_j · expert_{e_j}(x)` of `x [N, d]`, with the weights s and the experts e of each row: `[N, d]`. The experts are gated
+/// MLPs, by [`gated_mlp`]; otherwise as [`combine_experts`]. Records no gradients.
 pub fn mixture_of_experts(x: &Tensor, weights: MixtureOfExperts<'_>) -> Tensor {
     let MixtureOfExperts { router, experts, activation } = weights;
+    combine_experts(x, router, experts.len(), |expert, rows| {
+        let Expert { gate, up, down, biases } = &experts[expert];
+        gated_mlp(rows, GatedMlp { gate, up, down, activation, biases: biases.as_ref() })
+    })
+}
+
+/// `Σ_j s_j · run(e_j, x)` of `x [N, d]`, with the weights s and the experts e of each row: `[N, d]`. `run` computes the rows of
+/// one of the `count` experts. Gradients go through the weights and through `run`, if that records them.
+///
+/// The rows of an expert run together. A row adds its experts by ascending index, in float32, so that its
+/// result depends on other rows no more than that of [`linear`] does. The host reads the experts of the rows, and
+/// waits for the device once.
+pub fn combine_experts(
+    x: &Tensor,
+    router: Router<'_>,
+    count: usize,
+    run: impl Fn(usize, &Tensor) -> Tensor,
+) -> Tensor {
     let (scores, chosen) = router.route(x);
-    let groups = RowGroups::new(&chosen, experts.len(), x.device());
+    let groups = RowGroups::new(&chosen, count, x.device());
     let scores = scores.to_kind(Kind::Float).view([-1, 1]).index_select(0, &groups.places);
-    let mut sum = x.zeros_like().to_kind(Kind::Float);
+    let mut sum = Tensor::zeros_like(x).to_kind(Kind::Float);
     let all = x.size()[0];
     for Group { expert, first, len } in groups.groups {
-        let Expert { gate, up, down, biases } = &experts[expert];
         let rows = groups.rows.narrow(0, first, len);
         let own = if len == all { x.shallow_clone() } else { x.index_select(0, &rows) };
-        let y = gated_mlp(&own, GatedMlp { gate, up, down, activation, biases: biases.as_ref() });
-        let y = y.to_kind(Kind::Float) * scores.narrow(0, first, len);
+        let y = run(expert, &own).to_kind(Kind::Float) * scores.narrow(0, first, len);
         if len == all {
             sum += y;
         } else {
@@ -208,6 +232,47 @@ mod tests {
         RouterScores::SoftmaxOverAll { renormalise: true },
         RouterScores::SoftmaxOfChosen,
     ];
+    /// The bias of DeepSeek-V4 decides who is chosen, and is no part of the weights.
+    #[test]
+    fn a_bias_of_the_selection_leaves_the_weights() {
+        let x = Tensor::from_slice(&[1.0f32]).view([1, 1]);
+        let logits = [3.0f32, -1.0, 0.5];
+        let weight = Weight::Stored(Tensor::from_slice(&logits).view([3, 1]));
+        let bias = Tensor::from_slice(&[-9.0f32, 0.0, 0.0]);
+        let router =
+            Router { weight: &weight, bias: Some(&bias), active: 2, scores: RouterScores::SqrtSoftplus };
+        let (weights, experts) = router.route(&x);
+        assert_eq!(Vec::<i64>::try_from(experts.get(0)).unwrap(), [2, 1]);
+        let score = |of: f32| f64::from(of).exp().ln_1p().sqrt();
+        let sum = score(0.5) + score(-1.0);
+        for (place, logit) in [(0, 0.5), (1, -1.0)] {
+            assert!((weights.double_value(&[0, place]) - score(logit) / sum).abs() < 1e-6, "{weights}");
+        }
+    }
+
+    /// Gradients go through rows and weights of the experts.
+    #[test]
+    fn combined_experts_have_the_gradients_of_their_sum() {
+        let x = values(&[5, D], 1).set_requires_grad(true);
+        let router = values(&[4, D], 2).set_requires_grad(true);
+        let factors = values(&[4], 3).set_requires_grad(true);
+        let weight = Weight::Stored(router.shallow_clone());
+        let of = Router { weight: &weight, bias: None, active: 2, scores: RouterScores::SqrtSoftplus };
+        let y = combine_experts(&x, of, 4, |expert, rows| rows * factors.get(expert as i64));
+        let scores = x.matmul(&router.tr()).softplus().sqrt();
+        let limit = scores.sort(-1, true).0.narrow(1, 1, 1);
+        let kept = &scores * scores.ge_tensor(&limit).to_kind(Kind::Float);
+        let kept = &kept / kept.sum_dim_intlist(-1, true, Kind::Float);
+        let expected = &x * kept.matmul(&factors.unsqueeze(1));
+        let loss = |y: &Tensor| (y * values(&[5, D], 4)).sum(Kind::Float);
+        let inputs = [&x, &router, &factors];
+        let found = Tensor::run_backward(&[loss(&y)], &inputs, false, false);
+        let expected = Tensor::run_backward(&[loss(&expected)], &inputs, false, false);
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!(largest(expected) > 0.0 && largest(&(found - expected)) < 1e-4 * largest(expected));
+        }
+    }
+
     const FORMS: [fn(Tensor) -> Weight; 2] = [Weight::Stored, |tensor| Weight::Stored(tensor).pack()];
 
     fn largest(of: &Tensor) -> f64 {

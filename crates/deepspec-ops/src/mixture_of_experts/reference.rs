@@ -34,6 +34,7 @@ pub(super) fn of_logits(
             &kept / kept.sum_dim_intlist(-1, true, Kind::Float)
         }
         RouterScores::SoftmaxOverAll { renormalise: false } => kept,
+        RouterScores::SqrtSoftplus => unreachable!("compared with its own formula"),
     };
     // [1, N, d] with [E, d, I]: [E, N, I]; then [E, N, d].
     let rows = x.unsqueeze(0);
