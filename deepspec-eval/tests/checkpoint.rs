@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use common::{
     answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, target_dir,
-    write_domino, write_drafter, write_eagle3, write_mtp, write_peagle, write_xpress,
+    write_domino, write_drafter, write_dspark_v4, write_eagle3, write_mtp, write_peagle, write_xpress,
 };
 use deepspec_core::Tap;
 use deepspec_drafters::DSpark;
@@ -260,6 +260,30 @@ fn p_eagle_is_inspected_and_goes_to_speculators_and_vllm_and_back() {
     }
     let out = root.path().join("sglang");
     assert_refused(&convert(&own, "sglang", &out, &[]), 2, &["SGLang does not load it", "no P-EAGLE"]);
+}
+
+#[test]
+fn dspark_of_deepseek_v4_is_inspected_and_refused_elsewhere() {
+    let root = tempfile::tempdir().unwrap();
+    let own = root.path().join("own");
+    write_dspark_v4(&own);
+    let text = ok(deepspec_eval(&["checkpoint", "inspect", own.to_str().unwrap()]));
+    for line in [
+        "drafter     DSpark of DeepSeek-V4, 1 Qwen3 layer",
+        "drafts      5 tokens in blocks of 5",
+        "stages      4 heads of 32, window 16, 2 of 4 experts, 4 residual streams",
+    ] {
+        assert!(text.contains(line), "{line} in {text}");
+    }
+    assert!(!text.contains("problem"), "{text}");
+    for (to, reason) in [
+        ("vllm", "a part of that target's own checkpoint"),
+        ("sglang", "a part of that target's own checkpoint"),
+        ("gguf", "no latent attention"),
+        ("speculators", "no layout for latent attention"),
+    ] {
+        assert_refused(&convert(&own, to, &root.path().join(to), &[]), 2, &[reason]);
+    }
 }
 
 #[test]

@@ -12,15 +12,16 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use common::training::{GAMMA, Lessons, smoke, train};
-use common::{deepspec_eval, repository, target_dir};
+use common::{deepspec_eval, dspark_v4_settings, repository, target_dir};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, Consistency, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DominoConfig,
-    DominoObjective, DominoPlan, DominoSettings, DownSampling, DraftDecoder, Eagle3Config, Eagle3Norms,
-    Eagle3Objective, Eagle3Plan, Eagle3Settings, GruSettings, LambdaBase, LossRecipe, MtpConfig,
-    MtpObjective, MtpPlan, MtpSettings, PEagleConfig, PEagleObjective, PEaglePlan, PEagleSettings, Supervise,
-    TrainSample, TrainableDrafter, XPressConfig, XPressObjective, XPressPlan, XPressSettings,
+    BlockSpec, Consistency, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DSparkV4Config,
+    DSparkV4Plan, DominoConfig, DominoObjective, DominoPlan, DominoSettings, DownSampling, DraftDecoder,
+    Eagle3Config, Eagle3Norms, Eagle3Objective, Eagle3Plan, Eagle3Settings, GruSettings, LambdaBase,
+    LossRecipe, MtpConfig, MtpObjective, MtpPlan, MtpSettings, PEagleConfig, PEagleObjective, PEaglePlan,
+    PEagleSettings, Supervise, TrainSample, TrainableDrafter, XPressConfig, XPressObjective, XPressPlan,
+    XPressSettings,
 };
 use deepspec_models::{ModelConfig, save};
 use serde_json::{Value, json};
@@ -295,6 +296,29 @@ fn p_eagle_in_its_place_is_found_in_order_and_another_mask_token_is_named() {
     config["mask_token_id"] = json!(300);
     fs::write(&file, config.to_string()).unwrap();
     assert_cause(&doctor(&dir, &[]), "mask_token", &["mask_token_id 1023 instead of 300"]);
+}
+
+#[test]
+fn dspark_of_deepseek_v4_in_its_place_is_found_in_order() {
+    let model = ModelConfig::load(&target_dir()).unwrap();
+    let config = DSparkV4Config {
+        decoder: DraftDecoder {
+            model: model.draft_decoder(&[None]).unwrap(),
+            taps: Tap::from_layer_ids(TAPS).unwrap(),
+            num_target_layers: model.layers.len(),
+        },
+        settings: dspark_v4_settings(),
+    };
+    let loss = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE };
+    let objective = DSparkObjective { loss, confidence_alpha: 1.0 };
+    let plan = DSparkV4Plan::new(config, objective);
+    let trainee = train(&plan, &target_dir(), STEPS / 4, samples(&AS_USED));
+    let (_root, dir) = checkpoint(trainee.as_ref());
+    let report = doctor(&dir, &[]);
+    assert_eq!(report["cause"], Value::Null, "{report:#}");
+    let (real, estimated) =
+        (report["accepted_length"].as_f64().unwrap(), report["estimated"].as_f64().unwrap());
+    assert!(real > 1.05 && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
 }
 
 #[test]

@@ -12,8 +12,8 @@ use common::greedy::{
     TIE, assert_rare, changes_no_token, gap_of_best, generate, last_logits, parted, parting, prompt,
 };
 use common::{
-    Answers, answers, repository, run_ok, target, write_bigram_drafter, write_domino, write_eagle3,
-    write_eagle3_with_vocab, write_mtp, write_peagle, write_xpress,
+    Answers, answers, repository, run_ok, target, write_bigram_drafter, write_domino, write_dspark_v4,
+    write_eagle3, write_eagle3_with_vocab, write_mtp, write_peagle, write_xpress,
 };
 use deepspec_checkpoint::DraftVocab;
 use deepspec_core::jsonl::{Line, Reader};
@@ -164,23 +164,33 @@ fn at_temperature_0_xpress_changes_no_token() {
     changes_no_token(dir.path(), &CHAINS);
 }
 
+/// The greedy test for DSpark of DeepSeek-V4, whose window is shorter than the texts.
+#[test]
+fn at_temperature_0_dspark_of_deepseek_v4_changes_no_token() {
+    let dir = tempfile::tempdir().unwrap();
+    write_dspark_v4(dir.path());
+    changes_no_token(dir.path(), &CHAINS);
+}
+
 /// Every kind of drafter is shared by the engines, including the changes that a run makes to it.
 #[test]
 fn lanes_draft_as_one_engine_does() {
     let dir = tempfile::tempdir().unwrap();
-    let [domino, eagle3, mtp, peagle, xpress] =
-        ["domino", "eagle3", "mtp", "peagle", "xpress"].map(|name| dir.path().join(name));
+    let [domino, dspark_v4, eagle3, mtp, peagle, xpress] =
+        ["domino", "dspark_v4", "eagle3", "mtp", "peagle", "xpress"].map(|name| dir.path().join(name));
     write_domino(&domino);
+    write_dspark_v4(&dspark_v4);
     write_eagle3(&eagle3);
     write_mtp(&mtp);
     write_peagle(&peagle);
     write_xpress(&xpress);
     let (language_model, dspark) = (common::target_dir(), repository("assets/tiny-dspark"));
     let dflash2 = repository("assets/tiny-dflash2");
-    let drafters: [(&Path, &[&str]); 8] = [
+    let drafters: [(&Path, &[&str]); 9] = [
         (&dspark, &["--no-markov"]),
         (&dflash2, &[]),
         (&domino, &[]),
+        (&dspark_v4, &["--no-markov"]),
         (&xpress, &["--draft-sampling", "probabilistic"]),
         (&eagle3, &["--max-draft-tokens", "3"]),
         (&mtp, &["--max-draft-tokens", "2"]),

@@ -22,6 +22,10 @@ const DFLASH2: &str = "drafter={dflash2: {block_size: 5, num_draft_layers: 1, ma
 
 const XPRESS: &str = "drafter={xpress: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, refiner: {rank: 16}}}";
 
+const DSPARK_V4: &str = "drafter={dspark_v4: {block_size: 4, num_nextn_predict_layers: 1, mask_token_id: 1023, num_anchors: 6, \
+    markov_rank: 16, stage_config: {num_attention_heads: 2, head_dim: 16, qk_rope_head_dim: 8, q_lora_rank: 16, o_lora_rank: 16, \
+    o_groups: 2, sliding_window: 16, n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32}}}";
+
 fn set<'a>(changes: &[&'a str]) -> Vec<&'a str> {
     changes.iter().flat_map(|change| ["--set", change]).collect()
 }
@@ -327,6 +331,42 @@ fn xpress_learns_drafts_and_goes_on_after_a_kill() {
         2,
         &["refiner.rank 16 there, 8 here"],
     );
+}
+
+#[test]
+fn dspark_of_deepseek_v4_learns_drafts_and_goes_on_after_a_kill() {
+    let bench = trained(&[DSPARK_V4]);
+    let losses = bench.losses();
+    assert!(losses[STEPS - 1] < 0.95 * losses[0], "the loss does not fall: {losses:?}");
+    let metrics = last_metrics(&bench);
+    assert!(metrics["confidence_loss"].as_f64().is_some_and(|loss| loss > 0.0), "{metrics}");
+    let config = config(&bench, STEPS);
+    assert_eq!(config["architectures"], json!(["Qwen3DSparkV4Model"]));
+    assert_eq!(config["stage_config"]["hc_mult"], json!(4));
+    let (target, drafter) = (common::workspace().join("assets/tiny-target"), loads(&bench));
+    assert_eq!(drafter.draft_len(), 4);
+    assert_eq!(greedy(&target, None), greedy(&target, Some(drafter)));
+    let killed = Bench::new();
+    let mut child = common::start_until(&killed, 4, &set(&[DSPARK_V4]));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    killed.succeeds(&set(&[DSPARK_V4]));
+    assert!(killed.result() == bench.result());
+    let wrong = |change: &str, hints: &[&str]| {
+        Bench::new().fails(&set(&[DSPARK_V4, change]), 2, hints);
+    };
+    wrong(
+        "drafter.dspark_v4.stage_config.o_groups=3",
+        &["drafter.dspark_v4.stage_config", "3 does not divide the 2"],
+    );
+    wrong("drafter.dspark_v4.stage_config.heads=3", &["drafter.dspark_v4.stage_config.heads"]);
+    wrong("drafter.dspark_v4.markov_rank=0", &["drafter.dspark_v4.markov_rank", "0 is not between 1 and"]);
+    let init = format!("train.init_from={}", step(&bench, STEPS).display());
+    let warm = Bench::new();
+    warm.succeeds(&set(&[DSPARK_V4, &init, "train.max_train_steps=1"]));
+    assert!(warm.losses()[0] < 0.95 * losses[0], "{:?} after {losses:?}", warm.losses());
+    let other = Bench::new();
+    other.fails(&set(&[DSPARK_V4, &init, "drafter.dspark_v4.stage_config.hc_mult=2"]), 2, &["stage_config"]);
 }
 
 /// With a chat format from the recipe or the template's own marks, and with the accepted length

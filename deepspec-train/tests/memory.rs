@@ -66,6 +66,13 @@ fn xpress() -> Value {
     json!({"xpress": block})
 }
 
+fn dspark_v4() -> Value {
+    json!({"dspark_v4": {"mask_token_id": VOCAB - 1, "num_anchors": 96, "markov_rank": 128, "stage_config": {
+        "num_attention_heads": 8, "head_dim": 128, "q_lora_rank": 256, "o_lora_rank": 128, "o_groups": 4,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+    }}})
+}
+
 fn eagle3() -> Value {
     json!({"eagle3": {"num_draft_layers": 1, "ttt_length": 7, "step_loss_decay": 0.8}})
 }
@@ -244,6 +251,12 @@ fn domino_in_float32() {
 fn domino_that_recomputes_its_layers() {
     let drafter = domino(96, 16);
     Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: true }.check();
+}
+
+#[test]
+fn dspark_of_deepseek_v4_in_float32() {
+    let drafter = dspark_v4();
+    Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }.check();
 }
 
 #[test]

@@ -15,10 +15,10 @@ use arrow_array::types::{Float32Type, Int32Type};
 use deepspec_checkpoint::DraftVocab;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkSettings, Domino, DominoConfig,
-    DominoSettings, DraftDecoder, Eagle3, Eagle3Config, Eagle3Norms, Eagle3Settings, GruSettings, MarkovKind,
-    MarkovSettings, Mtp, MtpConfig, MtpSettings, PEagle, PEagleConfig, PEagleSettings, XPress, XPressConfig,
-    XPressSettings,
+    BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkSettings, DSparkV4, DSparkV4Config,
+    DSparkV4Settings, Domino, DominoConfig, DominoSettings, DraftDecoder, Eagle3, Eagle3Config, Eagle3Norms,
+    Eagle3Settings, GruSettings, MarkovKind, MarkovSettings, Mtp, MtpConfig, MtpSettings, PEagle,
+    PEagleConfig, PEagleSettings, StageSettings, XPress, XPressConfig, XPressSettings,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
 use deepspec_testkit::noise;
@@ -260,6 +260,55 @@ pub fn write_xpress(dir: &Path) {
             let _ = parameter.shallow_clone().g_add_(&(values * 0.2));
         }
     }
+    fs::create_dir_all(dir).unwrap();
+    save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
+    let config = serde_json::to_string(&model.config().to_json()).unwrap();
+    fs::write(dir.join("config.json"), config).unwrap();
+}
+
+/// Small stages of DSpark of DeepSeek-V4, with a window that texts are longer than.
+pub fn small_stages() -> StageSettings {
+    StageSettings {
+        num_attention_heads: 4,
+        head_dim: 32,
+        qk_rope_head_dim: 16,
+        q_lora_rank: 32,
+        o_lora_rank: 16,
+        o_groups: 2,
+        sliding_window: 16,
+        n_routed_experts: 4,
+        num_experts_per_tok: 2,
+        moe_intermediate_size: 32,
+        hc_sinkhorn_iters: 4,
+        ..StageSettings::default()
+    }
+}
+
+/// Settings of a DSpark drafter of DeepSeek-V4 for the tiny target.
+pub fn dspark_v4_settings() -> DSparkV4Settings {
+    let blocks = BlockSpec {
+        block_size: 5,
+        slots: SlotTarget::AnchorPredicts,
+        mask_token_id: 1023,
+        causal: false,
+        num_anchors: 24,
+    };
+    DSparkV4Settings { blocks, markov_rank: 16, stages: small_stages() }
+}
+
+/// Writes an untrained DSpark drafter of DeepSeek-V4 for the tiny target.
+pub fn write_dspark_v4(dir: &Path) {
+    let target = ModelConfig::load(&target_dir()).unwrap();
+    let config = DSparkV4Config {
+        decoder: DraftDecoder {
+            model: target.draft_decoder(&[None]).unwrap(),
+            taps: Tap::from_layer_ids([0, 2, 4]).unwrap(),
+            num_target_layers: target.layers.len(),
+        },
+        settings: dspark_v4_settings(),
+    };
+    let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
+    let model = DSparkV4::fresh(config, &embed, &head, 1, Kind::Float);
     fs::create_dir_all(dir).unwrap();
     save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
     let config = serde_json::to_string(&model.config().to_json()).unwrap();
