@@ -32,10 +32,15 @@ impl Checkpoint {
     pub fn open(dir: &Path, known: KnownDrafters) -> Result<Self, CheckpointError> {
         let path = dir.join("config.json");
         let map = read_object(&path)?;
-        let tensors = Tensors::open(dir)?;
-        if let Some(problem) = quantised_folder_message(dir, &map) {
+        let holds_drafter = layouts::is_target_with_drafter(&map);
+        if let Some(problem) = quantised_folder_message(dir, &map).filter(|_| !holds_drafter) {
+            Tensors::open(dir)?;
             return Err(CheckpointError::NotADrafter { path: dir.to_path_buf(), problem });
         }
+        let tensors = match holds_drafter {
+            true => Tensors::open_drafter_of_deepseek_v4(dir)?,
+            false => Tensors::open(dir)?,
+        };
         let (format, drafter) = layouts::read(&path, &map, &tensors, known)?;
         Ok(Self { dir: dir.to_path_buf(), format, drafter, tensors, unsupported: None })
     }
@@ -145,7 +150,8 @@ impl Checkpoint {
         let ends: Vec<(String, Vec<usize>)> = ends
             .iter()
             .filter(|(name, _)| {
-                self.format == CheckpointFormat::Reference && !self.lacks_embed_and_head()
+                self.format == CheckpointFormat::DeepseekV4
+                    || self.format == CheckpointFormat::Reference && !self.lacks_embed_and_head()
                     || *name == shapes::HEAD && self.drafter.has_reduced_vocab()
                     || self.find(name).is_some()
             })

@@ -160,7 +160,9 @@ pub(crate) fn other_tensors(
         tensors.retain(|tensor| tensor.name == D2T || to != CheckpointFormat::Reference);
     }
     for (name, facts) in source.tensors().iter() {
-        if is_embed_or_head(name) {
+        let kind = source.drafter().kind.as_ref();
+        let reference_name = source.format().to_reference_name(kind, name);
+        if is_embed_or_head(&reference_name) {
             continue;
         }
         if REBUILT_TENSORS.contains(&name) {
@@ -170,8 +172,7 @@ pub(crate) fn other_tensors(
             }
             continue;
         }
-        let kind = source.drafter().kind.as_ref();
-        let new_name = to.to_format_name(kind, &source.format().to_reference_name(kind, name));
+        let new_name = to.to_format_name(kind, &reference_name);
         let copy = TensorSource::Copy(source.tensors(), name.into());
         tensors.push(TensorToWrite {
             name: new_name,

@@ -111,6 +111,11 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     /// Machine-readable settings.
     fn to_json(&self) -> Value;
 
+    /// Whether other tools read the drafter apart from its target, so that layers and captured states must mean the same there.
+    fn is_read_by_other_tools(&self) -> bool {
+        true
+    }
+
     /// Whether other tools compute draft layers of `family` in the same way.
     fn has_layers_of(&self, family: Family) -> bool {
         family.pre_norm && family.qk_norm
@@ -239,6 +244,9 @@ impl Drafter {
     pub(crate) fn reason_not_convertible(&self) -> Option<String> {
         if let Some(Incompatibility { key, reason }) = self.incompatibilities.first() {
             return Some(format!("`{key}`: {reason}"));
+        }
+        if !self.kind.is_read_by_other_tools() {
+            return None;
         }
         if !self.kind.has_layers_of(self.family) {
             let family = self.family;

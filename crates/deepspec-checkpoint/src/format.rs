@@ -22,10 +22,12 @@ pub enum CheckpointFormat {
     Zlab,
     /// NVIDIA Model-Optimizer.
     Modelopt,
+    /// A DeepSeek-V4 that holds its drafter, as DeepSeek releases it. It is read and not written.
+    DeepseekV4,
 }
 
 impl CheckpointFormat {
-    /// All formats.
+    /// All formats that are written.
     pub const ALL: [Self; 5] =
         [Self::Reference, Self::Speculators, Self::Specforge, Self::Zlab, Self::Modelopt];
 
@@ -37,12 +39,13 @@ impl CheckpointFormat {
             Self::Specforge => "specforge",
             Self::Zlab => "z-lab",
             Self::Modelopt => "modelopt",
+            Self::DeepseekV4 => "deepseek-v4",
         }
     }
 
     /// Whether checkpoints of the format contain the target's embedding and LM head.
     pub fn has_embed_and_head(self) -> bool {
-        matches!(self, Self::Reference | Self::Speculators)
+        matches!(self, Self::Reference | Self::Speculators | Self::DeepseekV4)
     }
 
     /// Converts a tensor name of this format to the reference's.

@@ -12,7 +12,7 @@ use deepspec_core::atomic::FileError;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
-use crate::quantised::{QuantisedTensor, QuantisedWeights, Scope};
+use crate::quantised::{DeepseekV4, QuantisedTensor, QuantisedWeights, Scope};
 use crate::{CheckpointError, shards};
 
 /// Maximum length of a safetensors header in bytes, the limit of the format.
@@ -105,6 +105,18 @@ impl Tensors {
             Ok(None) => Ok(tensors),
             Err(error) => Ok(Self { unread_scheme: Some(error.to_string()), ..tensors }),
         }
+    }
+
+    /// Opens the drafter within a DeepSeek-V4: the tensors of its stages, embedding and LM head. Quantised weights are shown as
+    /// [`Self::open_target`] shows them.
+    ///
+    /// # Errors
+    /// As [`Self::open`], and if a quantised weight has no scales, or some that do not fit.
+    pub fn open_drafter_of_deepseek_v4(dir: &Path) -> Result<Self, CheckpointError> {
+        let mut tensors = Self::open(dir)?;
+        let is_own = |name: &str| ["mtp.", "embed.", "head."].iter().any(|prefix| name.starts_with(prefix));
+        tensors.facts.retain(|name, _| is_own(name));
+        tensors.dequantised(&QuantisedWeights::DeepseekV4(DeepseekV4), |_| true)
     }
 
     /// Checks that a tensor can be read without the scheme of quantised weights, or that the scheme is read.

@@ -37,12 +37,13 @@ pub fn read(
     if map.contains_key("speculators_model_type") || map.contains_key("speculators_config") {
         return Ok((CheckpointFormat::Speculators, speculators::read(&fields, tensors, known)?));
     }
-    if map.keys().any(|key| key.starts_with("dspark_")) {
-        let problem = "the drafter lies within its target's checkpoint (SGLang's DeepSeek-V4 bundle), with layers of another \
-                       architecture; there is nothing to convert";
+    let architecture = fields.architecture()?;
+    let reads = |found: &str| kinds.iter().flat_map(|kind| kind.classes).any(|class| class.name == found);
+    if is_target_with_drafter(map) && !architecture.is_some_and(reads) {
+        let found = architecture.unwrap_or("a model without a class");
+        let problem = format!("the drafter lies within {found}; it is read within DeepSeek-V4 only");
         return Err(fields.error("dspark_block_size", problem));
     }
-    let architecture = fields.architecture()?;
     if let Some(found) = architecture {
         let of_family = |kind: &&&Reader| {
             let prefix = found.strip_suffix(kind.class);
@@ -75,6 +76,11 @@ pub fn read(
          (reference), one of {foreign}, or a speculators_model_type"
     );
     Err(fields.error("architectures", problem))
+}
+
+/// Whether a config is that of a target whose checkpoint holds its drafter, as DeepSeek-V4's does.
+pub fn is_target_with_drafter(map: &Map<String, Value>) -> bool {
+    map.keys().any(|key| key.starts_with("dspark_"))
 }
 
 /// A message about a drafter format that is recognised but not supported; None for other
@@ -123,7 +129,7 @@ pub fn config(
     dtype: &str,
 ) -> Map<String, Value> {
     let mut map = match format {
-        CheckpointFormat::Reference => reference::config_json(drafter),
+        CheckpointFormat::Reference | CheckpointFormat::DeepseekV4 => reference::config_json(drafter),
         CheckpointFormat::Speculators => speculators::config(drafter, target),
         CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
             let flat = common::flat_config(drafter);

@@ -8,6 +8,7 @@
 //! plain ones. Schemes of activations change no weight, and are not simulated.
 
 mod compressed_tensors;
+mod deepseek_v4;
 mod float8;
 mod fp8;
 mod gptq;
@@ -23,6 +24,7 @@ use serde_json::{Map, Value};
 use crate::fields::read_object;
 use crate::{CheckpointError, Fields, Tensors};
 use compressed_tensors::CompressedTensors;
+pub(crate) use deepseek_v4::DeepseekV4;
 use fp8::Fp8;
 use gptq::Gptq;
 use mxfp4::Mxfp4;
@@ -57,6 +59,8 @@ pub(crate) enum QuantisedWeights {
     Gptq(Gptq),
     /// `quant_method: mxfp4`.
     Mxfp4(Mxfp4),
+    /// The drafter within a DeepSeek-V4.
+    DeepseekV4(DeepseekV4),
 }
 
 impl QuantisedWeights {
@@ -134,6 +138,7 @@ impl QuantisedWeights {
             Self::CompressedTensors(scheme) => scheme.find(tensors, name),
             Self::Gptq(scheme) => scheme.find(tensors, name),
             Self::Mxfp4(scheme) => scheme.find(tensors, name),
+            Self::DeepseekV4(scheme) => scheme.find(tensors, name),
         }
     }
 }

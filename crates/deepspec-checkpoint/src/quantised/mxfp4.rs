@@ -17,6 +17,8 @@ use crate::{CheckpointError, Tensors};
 pub(crate) const BLOCK: usize = 32;
 /// Bytes of a block's numbers.
 const BLOCK_BYTES: usize = BLOCK / 2;
+/// Dtypes of bytes that hold two numbers each.
+pub(crate) const NUMBERS: [Dtype; 2] = [Dtype::U8, Dtype::I8];
 /// Dtypes of scales.
 const SCALES: [Dtype; 2] = [Dtype::U8, Dtype::F8_E8M0];
 /// The number of each half of a byte: sign, two bits of exponent and one of mantissa.
@@ -90,7 +92,7 @@ impl Mxfp4Tensor {
             return Err(tensors.error(&numbers, problem));
         }
         let blocks = bytes / BLOCK_BYTES;
-        check(tensors, &numbers, &[rows, bytes], &[Dtype::U8])?;
+        check(tensors, &numbers, &[rows, bytes], &NUMBERS)?;
         check(tensors, &scales, &[rows, blocks], &SCALES)?;
         Ok(Self { numbers, scales, experts: None, rows, blocks })
     }

@@ -135,7 +135,7 @@ impl KindSettings for DFlash2Settings {
     fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
         match to {
             CheckpointFormat::Reference | CheckpointFormat::Speculators | CheckpointFormat::Zlab => None,
-            CheckpointFormat::Specforge | CheckpointFormat::Modelopt => {
+            CheckpointFormat::Specforge | CheckpointFormat::Modelopt | CheckpointFormat::DeepseekV4 => {
                 Some("DeepSpec cannot write DFlash 2 in this format".into())
             }
         }
@@ -195,20 +195,20 @@ impl KindSettings for DFlash2Settings {
     }
 
     fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
-        use CheckpointFormat::{Modelopt, Reference, Specforge, Speculators, Zlab};
+        use CheckpointFormat::{DeepseekV4, Modelopt, Reference, Specforge, Speculators, Zlab};
         use EngineSupport as S;
         match engine {
             Engine::Sglang => match format {
                 Zlab => S::loads_untested("--speculative-algorithm DFLASH, with PR 35371"),
                 Speculators => S::not_loaded(SGLANG_REFUSAL),
-                Reference | Specforge | Modelopt => {
+                Reference | Specforge | Modelopt | DeepseekV4 => {
                     S::not_loaded("the class is not registered; convert to sglang")
                 }
             },
             Engine::Vllm | Engine::LlamaCpp => match format {
                 Zlab => S::loads_as_tested("method dflash"),
                 Speculators => S::loads_untested("method dflash, with PR 53797"),
-                Reference | Specforge | Modelopt => {
+                Reference | Specforge | Modelopt | DeepseekV4 => {
                     S::not_loaded("the class is not registered; convert to vllm")
                 }
             },

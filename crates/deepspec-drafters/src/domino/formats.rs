@@ -189,7 +189,9 @@ impl KindSettings for DominoFile {
     fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
         match to {
             CheckpointFormat::Reference | CheckpointFormat::Specforge | CheckpointFormat::Modelopt => None,
-            CheckpointFormat::Speculators | CheckpointFormat::Zlab => Some(format!("{to} has no Domino")),
+            CheckpointFormat::Speculators | CheckpointFormat::Zlab | CheckpointFormat::DeepseekV4 => {
+                Some(format!("{to} has no Domino"))
+            }
         }
     }
 

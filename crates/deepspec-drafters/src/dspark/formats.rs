@@ -240,7 +240,9 @@ impl KindSettings for DSparkSettings {
             // Both formats can store either convention of the slots.
             CheckpointFormat::Reference | CheckpointFormat::Speculators => self.blocks.slots,
             CheckpointFormat::Zlab => SlotTarget::FillIn,
-            CheckpointFormat::Specforge | CheckpointFormat::Modelopt => SlotTarget::AnchorPredicts,
+            CheckpointFormat::Specforge | CheckpointFormat::Modelopt | CheckpointFormat::DeepseekV4 => {
+                SlotTarget::AnchorPredicts
+            }
         };
         if self.blocks.slots != needs {
             return Some(format!(
@@ -397,7 +399,7 @@ impl KindSettings for DSparkSettings {
     }
 
     fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
-        use CheckpointFormat::{Modelopt, Reference, Specforge, Speculators, Zlab};
+        use CheckpointFormat::{DeepseekV4, Modelopt, Reference, Specforge, Speculators, Zlab};
         use EngineSupport as S;
         let has_markov = self.markov.is_some();
         if engine == Engine::Sglang && self.blocks.causal {
@@ -410,7 +412,9 @@ impl KindSettings for DSparkSettings {
                     "every slot drafts there, and no layout has heads beside slots that fill in",
                 ),
                 Reference if self.fills_in() => S::not_loaded("every slot drafts there; convert to sglang"),
-                Modelopt => S::not_loaded("it knows the heads by the reference's names; convert to sglang"),
+                Modelopt | DeepseekV4 => {
+                    S::not_loaded("it knows the heads by the reference's names; convert to sglang")
+                }
                 Zlab if self.fills_in() => S::loads_untested("--speculative-algorithm DFLASH"),
                 Zlab => S::not_loaded("slots of its DFLASH fill in; convert to sglang"),
                 Reference | Specforge if has_markov => S::loads_untested("--speculative-algorithm DSPARK"),

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use deepspec_checkpoint::{
-    CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineSupport, Fields, GgufParts,
-    KindSettings, Reader, Settings, TensorShapes,
+    CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineSupport, ExternalClass, Fields,
+    GgufParts, KindSettings, Reader, Settings, TensorShapes,
 };
 use serde_json::{Map, Value, json};
 
+use super::released;
 use super::settings::{DSparkV4Settings, MARKOV_RANK, STAGE_CONFIG};
 use crate::block_common::BlockSpec;
 use crate::draft_model::DrafterSettings as _;
@@ -19,7 +20,12 @@ pub static READER: Reader = Reader {
     reference: read,
     model_types: &[],
     speculators: |fields, decoder| read(fields, decoder),
-    classes: &[],
+    classes: &[ExternalClass {
+        name: released::CLASS,
+        tools: "DeepSeek-V4 that holds its drafter",
+        read: released::read,
+        tensor_prefix: None,
+    }],
 };
 
 /// Why no engine loads the drafter.
@@ -115,7 +121,7 @@ impl KindSettings for DSparkV4Settings {
 
     fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
         match to {
-            CheckpointFormat::Reference => None,
+            CheckpointFormat::Reference | CheckpointFormat::DeepseekV4 => None,
             _ => Some(format!("{to} has no layout for latent attention, hyper-connections and experts")),
         }
     }
@@ -127,6 +133,17 @@ impl KindSettings for DSparkV4Settings {
         (READER.class, map)
     }
 
+    fn renames(&self, format: CheckpointFormat) -> &'static [(&'static str, &'static str)] {
+        match format {
+            CheckpointFormat::DeepseekV4 => released::RENAMES,
+            _ => &[],
+        }
+    }
+
+    fn is_read_by_other_tools(&self) -> bool {
+        false
+    }
+
     fn engine_format(&self, engine: Engine, _: &Drafter) -> Result<CheckpointFormat, String> {
         Err(format!("{engine} does not load it: {NO_ENGINE}"))
     }
@@ -135,8 +152,16 @@ impl KindSettings for DSparkV4Settings {
         Err("llama.cpp has no latent attention with hyper-connections for drafters".into())
     }
 
-    fn engine_support(&self, _: Engine, _: CheckpointFormat) -> EngineSupport {
-        EngineSupport::not_loaded(NO_ENGINE)
+    fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
+        match (engine, format) {
+            (Engine::Sglang, CheckpointFormat::DeepseekV4) => {
+                EngineSupport::loads_untested("--speculative-algorithm DSPARK, as a part of its target")
+            }
+            (Engine::Vllm, CheckpointFormat::DeepseekV4) => {
+                EngineSupport::loads_untested("method dspark, as a part of its target")
+            }
+            _ => EngineSupport::not_loaded(NO_ENGINE),
+        }
     }
 }
 

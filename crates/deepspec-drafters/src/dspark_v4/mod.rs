@@ -9,6 +9,7 @@ mod formats;
 mod hyper_connections;
 mod model;
 mod proposer;
+mod released;
 mod settings;
 mod train;
 

@@ -170,7 +170,7 @@ impl KindSettings for Eagle3Settings {
                 Some(format!("{SPECFORGE_CLASS} taps 3 layers, this one {}", drafter.taps.len()))
             }
             CheckpointFormat::Specforge => None,
-            CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
+            CheckpointFormat::Zlab | CheckpointFormat::Modelopt | CheckpointFormat::DeepseekV4 => {
                 Some("DeepSpec cannot write Eagle3 in this format".into())
             }
         }
@@ -281,21 +281,21 @@ impl KindSettings for Eagle3Settings {
     }
 
     fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
-        use CheckpointFormat::{Modelopt, Reference, Specforge, Speculators, Zlab};
+        use CheckpointFormat::{DeepseekV4, Modelopt, Reference, Specforge, Speculators, Zlab};
         use EngineSupport as S;
         match engine {
             Engine::Sglang => match format {
                 Speculators => {
                     S::not_loaded("speculators_model_type was refused when read (issues 30982, 34734)")
                 }
-                Reference => {
+                Reference | DeepseekV4 => {
                     S::not_loaded("it loads Eagle3 as SpecForge writes it, without norms on queries and keys")
                 }
                 Zlab | Specforge | Modelopt => S::loads_untested("--speculative-algorithm EAGLE3"),
             },
             Engine::Vllm | Engine::LlamaCpp => match format {
                 Speculators => S::loads_as_tested("method eagle3"),
-                Reference => S::not_loaded("the class is not registered; convert to vllm"),
+                Reference | DeepseekV4 => S::not_loaded("the class is not registered; convert to vllm"),
                 Specforge => S::not_loaded(
                     "it would capture the layers before those that eagle_config names; convert to vllm",
                 ),

@@ -80,7 +80,10 @@ impl KindSettings for MtpSettings {
     fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
         match to {
             CheckpointFormat::Reference | CheckpointFormat::Speculators => None,
-            CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
+            CheckpointFormat::Specforge
+            | CheckpointFormat::Zlab
+            | CheckpointFormat::Modelopt
+            | CheckpointFormat::DeepseekV4 => {
                 Some(format!("{to} has no layout for MTP-1 apart from its target"))
             }
         }

@@ -146,7 +146,9 @@ impl KindSettings for PEagleSettings {
                 "SpecForge's files need not say mask token and captured layers, so they are not written"
                     .into(),
             ),
-            CheckpointFormat::Zlab | CheckpointFormat::Modelopt => Some(format!("{to} has no P-EAGLE")),
+            CheckpointFormat::Zlab | CheckpointFormat::Modelopt | CheckpointFormat::DeepseekV4 => {
+                Some(format!("{to} has no P-EAGLE"))
+            }
         }
     }
 

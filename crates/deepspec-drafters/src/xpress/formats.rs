@@ -142,9 +142,10 @@ impl KindSettings for XPressSettings {
     fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
         match to {
             CheckpointFormat::Reference | CheckpointFormat::Speculators => None,
-            CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
-                Some(format!("{to} has no layout for xPress"))
-            }
+            CheckpointFormat::Specforge
+            | CheckpointFormat::Zlab
+            | CheckpointFormat::Modelopt
+            | CheckpointFormat::DeepseekV4 => Some(format!("{to} has no layout for xPress")),
         }
     }
 

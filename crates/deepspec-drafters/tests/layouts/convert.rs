@@ -530,7 +530,7 @@ fn foreign_bundles_and_models_are_named() {
         open_checkpoint(edited(&vanilla, change).path()).map(|_| ()).unwrap_err().to_string()
     };
     let v4 = told(&|config| config["dspark_block_size"] = json!(5));
-    assert!(v4.contains("dspark_block_size") && v4.contains("SGLang"), "{v4}");
+    assert!(v4.contains("dspark_block_size") && v4.contains("within DeepSeek-V4 only"), "{v4}");
     let model = told(&|config| config["architectures"] = json!(["Qwen3ForCausalLM"]));
     assert!(model.contains("`architectures`") && model.contains("no drafter of a known format"), "{model}");
 }
