@@ -24,7 +24,8 @@
 #   --states-folder DIR folder that these servers write to (/dev/shm/deepspec-states)
 #   --suites DIR        folder of the suites to judge on; by default the public ones are fetched into eval_datasets
 #   --engine E          engine to write files for: vllm, sglang, llama.cpp or none; by default llama.cpp for a GGUF
-#                       target, else vllm. None is for drafters that no engine loads: MTP-1, xPress
+#                       target, else vllm. None is for drafters that no engine loads: MTP-1,
+#                       xPress, DSpark of DeepSeek-V4
 #   --hardware H        accelerator of the estimate and of the memory: h100 (default with GPUs), h200, … (see
 #                       deepspec-train --help)
 #   --price P           price of a GPU for an hour, for the estimate
@@ -307,8 +308,8 @@ stages+=(training)
 if [ "$target_server" = vllm ]; then stages+=(export evaluation); else stages+=(evaluation export); fi
 if [ "$engine" = none ]; then
     unset 'stages[-1]'
-elif grep -Eq '(^|[{ ])(mtp|xpress):' "$recipe"; then
-    usage "no engine loads the MTP-1 or xPress of $recipe; --engine none writes no files for one"
+elif grep -Eq '(^|[{ ])(mtp|xpress|dspark_v4):' "$recipe"; then
+    usage "no engine loads the MTP-1, xPress or DSpark of DeepSeek-V4 of $recipe; --engine none writes no files for one"
 elif [ "$engine" != vllm ] && grep -Eq '(^|[{ ])peagle:' "$recipe"; then
     usage "of the engines only vLLM loads the P-EAGLE of $recipe; take --engine vllm or none"
 elif [ "$engine" != vllm ] && grep -Eq '(^|[{ ])(causal|attention_sinks): *true' "$recipe"; then
