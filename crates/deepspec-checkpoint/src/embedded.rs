@@ -8,11 +8,13 @@ use deepspec_core::atomic::FileError;
 use serde_json::{Map, Value};
 
 use crate::convert::{Converted, check_target_matches, other_tensors};
+use crate::fields::read_object;
 use crate::shapes::{EMBED, HEAD};
 use crate::shards::{MAX_SHARD_BYTES, is_weights_file};
 use crate::write::{TensorSource, TensorToWrite, write_weights};
 use crate::{
     Checkpoint, CheckpointError, CheckpointFormat, Target, TensorMetadata, TensorShapes, Tensors, folder,
+    quantised_folder_message,
 };
 
 /// Plans a drafter checkpoint of the tensors whose names begin with `prefix` in the target's checkpoint. They are copied
@@ -29,8 +31,8 @@ pub fn extract<'a>(
 ) -> Result<Converted<'a>, CheckpointError> {
     let (source, known): (_, HashMap<&str, &[usize]>) =
         (target.tensors(), shapes.iter().map(|(name, shape)| (&**name, &**shape)).collect());
-    let stored = source.iter().filter_map(|(name, _)| name.strip_prefix(prefix));
-    if let Some(other) = stored.into_iter().find(|name| !known.contains_key(name)) {
+    let mut stored = source.iter().filter_map(|(name, _)| name.strip_prefix(prefix));
+    if let Some(other) = stored.find(|name| !known.contains_key(name)) {
         return Err(source.error(&format!("{prefix}{other}"), "the drafter has no such tensor"));
     }
     let own = shapes.iter().map(|(name, shape)| (name.clone(), format!("{prefix}{name}"), Some(shape)));
@@ -63,11 +65,12 @@ pub struct MergedTarget<'a> {
     files: Vec<PathBuf>,
 }
 
-/// Plans a copy of the target's checkpoint whose tensors below `prefix` are those of the drafter `source`. All other bytes of
-/// the target stay as they are, also quantised ones.
+/// Plans a copy of the target's checkpoint whose tensors below `prefix` are those of the drafter `source`. All other tensors
+/// are copied byte for byte.
 ///
 /// # Errors
-/// If the drafter does not fit the target: its sizes, embedding or LM head differ.
+/// If the drafter does not fit the target: its sizes, embedding or LM head differ. Also if the target is quantised, because
+/// engines would read the drafter's tensors as quantised ones.
 pub fn merge<'a>(
     source: &'a Checkpoint,
     target: &Target,
@@ -77,9 +80,19 @@ pub fn merge<'a>(
     let (mut drafter, _) = other_tensors(source, CheckpointFormat::Reference)?;
     drafter.iter_mut().for_each(|tensor| tensor.name.insert_str(0, prefix));
     let dir = target.dir();
+    let scheme = read_object(&dir.join("config.json"))?;
+    if quantised_folder_message(dir, &scheme).is_some() {
+        let problem = "the target's weights are quantised, and engines would expect such ones of the drafter, too; \
+                       merge it into the same model in bfloat16";
+        return Err(CheckpointError::NotADrafter { path: dir.to_path_buf(), problem: problem.into() });
+    }
     let entries = fs::read_dir(dir).map_err(FileError::at("reading", dir))?;
     let paths = entries.flatten().map(|entry| entry.path());
-    let files = paths.filter(|path| path.is_file() && !is_weights_file(&file_name(path))).collect();
+    let is_other = |path: &PathBuf| {
+        let name = file_name(path);
+        path.is_file() && !is_weights_file(&name) && !name.ends_with(".safetensors")
+    };
+    let files = paths.filter(is_other).collect();
     Ok(MergedTarget { target: Tensors::open(dir)?, drafter, prefix, files })
 }
 

@@ -59,7 +59,7 @@ pub use layouts::{
     find_unsupported_setting, read_attention_sinks, read_causal, read_draft_vocab_size, read_layer_ids,
     read_speculative_tokens, unsupported_layout_message,
 };
-pub use quantised::{mxfp4_to_float32, quantised_folder_message};
+pub use quantised::{QUANTISATION_KEYS, mxfp4_to_float32, quantised_folder_message};
 pub use serving::{Risk, risks};
 pub use shapes::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, OUTPUT_GATE_KEY};
 pub use shards::{

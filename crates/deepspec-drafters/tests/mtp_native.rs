@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use common::noise;
 use deepspec_checkpoint::Target;
-use deepspec_drafters::{DraftDecoder, Mtp, MtpConfig, MtpSettings, extract_mtp};
+use deepspec_drafters::{DraftDecoder, Mtp, MtpConfig, MtpSettings, extract_mtp, merge_mtp, open_checkpoint};
 use deepspec_models::{ModelConfig, save};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -142,4 +142,75 @@ fn other_checkpoints_are_refused_by_name() {
     dense["model_type"] = "qwen3".into();
     dense["layer_types"] = Value::Null;
     refused(&dense, &|_| (), &["Qwen3 ", "no MTP layer"]);
+}
+
+/// The drafter's folder, written as training writes it.
+fn stored_drafter(root: &Path, model: &Mtp) -> PathBuf {
+    let dir = root.join("trained");
+    fs::create_dir(&dir).unwrap();
+    save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
+    fs::write(dir.join("config.json"), Value::Object(model.config().to_json()).to_string()).unwrap();
+    dir
+}
+
+/// Published shards are named `model.safetensors-00001-of-00001.safetensors`. None of the target's old files stays beside the merged ones,
+/// because vLLM would read it, too.
+#[test]
+fn a_merged_folder_holds_the_new_layer_only() {
+    let config = hybrid();
+    let model = drafter(&config);
+    let (root, dir) = target(&config, &model, |tensors| {
+        let (_, fc) = tensors.iter_mut().find(|(name, _)| name == "mtp.fc.weight").unwrap();
+        *fc = fc.ones_like();
+    });
+    let shard = "model.safetensors-00001-of-00001.safetensors";
+    fs::rename(dir.join("model.safetensors"), dir.join(shard)).unwrap();
+    let names =
+        Tensor::read_safetensors(dir.join(shard)).unwrap().into_iter().map(|(name, _)| (name, shard.into()));
+    let map: serde_json::Map<String, Value> = names.collect();
+    fs::write(dir.join("model.safetensors.index.json"), json!({"weight_map": map}).to_string()).unwrap();
+    fs::write(dir.join("tokenizer.json"), "{}").unwrap();
+    let source = open_checkpoint(&stored_drafter(root.path(), &model)).unwrap();
+    let merged = root.path().join("merged");
+    merge_mtp(&source, &Target::open(&dir, "target").unwrap()).unwrap().write(&merged, false).unwrap();
+    let mut files: Vec<_> = fs::read_dir(&merged)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    files.sort();
+    assert_eq!(files, ["config.json", "model.safetensors", "tokenizer.json"]);
+    let tensors = Tensor::read_safetensors(merged.join("model.safetensors")).unwrap();
+    assert_eq!(tensors.len(), map.len());
+    let (_, fc) = model.parameters().iter().find(|(name, _)| name == "fc.weight").unwrap();
+    let (_, found) = tensors.iter().find(|(name, _)| name == "mtp.fc.weight").unwrap();
+    assert!(found.equal(&fc.to_kind(Kind::BFloat16)));
+}
+
+#[test]
+fn targets_that_engines_would_misread_are_not_merged_into() {
+    let config = hybrid();
+    let model = drafter(&config);
+    let (root, dir) = target(&config, &model, |_| ());
+    let source = open_checkpoint(&stored_drafter(root.path(), &model)).unwrap();
+    let refused = |change: &dyn Fn(&mut Value), word: &str| {
+        let mut changed = config.clone();
+        change(&mut changed);
+        fs::write(dir.join("config.json"), changed.to_string()).unwrap();
+        let target = Target::open(&dir, "target").unwrap();
+        let problem = merge_mtp(&source, &target).err().unwrap().to_string();
+        assert!(problem.contains(word), "{problem}");
+    };
+    refused(&|config| config["text_config"]["mtp_num_hidden_layers"] = json!(0), "mtp_num_hidden_layers");
+    let fp8 = json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
+    refused(&|config| config["quantization_config"] = fp8.clone(), "quantised");
+}
+
+/// A drafter for a quantised target is not quantised itself.
+#[test]
+fn a_drafter_does_not_inherit_the_targets_quantisation() {
+    let mut config = hybrid();
+    config["text_config"]["quantization_config"] =
+        json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
+    let json = drafter(&config).config().to_json();
+    assert!(json.contains_key("hidden_size") && !json.contains_key("quantization_config"));
 }

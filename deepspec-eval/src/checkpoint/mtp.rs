@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use deepspec_checkpoint::Target;
 use deepspec_core::cli::Verbosity;
+use deepspec_core::usage;
 use deepspec_drafters::{extract_mtp, merge_mtp, open_checkpoint};
 
 use super::{model_folder, report};
@@ -76,6 +77,12 @@ pub fn write_mtp_of_target(
 pub fn merge(args: &MergeArgs, verbosity: Verbosity) -> anyhow::Result<()> {
     let draft = model_folder("--draft", &args.draft, verbosity)?;
     let dir = model_folder("--target", &args.target, verbosity)?;
+    let out = args.output_dir.canonicalize().ok();
+    for (flag, input) in [("--draft", &draft), ("--target", &dir)] {
+        if out.is_some() && out == input.canonicalize().ok() {
+            usage!("--output-dir is the folder of {flag}; choose another one");
+        }
+    }
     let source = open_checkpoint(&draft).map_err(report)?;
     let target = Target::open(&dir, &args.target).map_err(report)?;
     merge_mtp(&source, &target)?.write(&args.output_dir, args.overwrite).map_err(report)?;

@@ -56,7 +56,8 @@ impl Setup {
                     args.mtp_dir(),
                     args.max_draft_tokens.unwrap_or(MtpSettings::default().num_speculative_steps),
                 );
-                write_mtp_of_target(&target_dir, &args.target, steps, &dir, true).context("--draft mtp")?;
+                write_mtp_of_target(&target_dir, &args.target, steps, &dir, args.overwrite)
+                    .context("--draft mtp")?;
                 Some(dir)
             }
             Some(draft) => Some(fetch("--draft", draft)?),

@@ -31,8 +31,8 @@ use mxfp4::Mxfp4;
 pub use mxfp4::mxfp4_to_float32;
 pub(crate) use tensor::QuantisedTensor;
 
-/// Keys of a config that hold the scheme.
-const CONFIG_KEYS: [&str; 2] = ["quantization_config", "compression_config"];
+/// Keys of a config that hold the scheme of quantised weights.
+pub const QUANTISATION_KEYS: [&str; 2] = ["quantization_config", "compression_config"];
 /// Files beside config.json in which AutoGPTQ, AutoAWQ and ModelOpt state a scheme.
 const OTHER_FILES: [&str; 3] = ["quantize_config.json", "quant_config.json", "hf_quant_config.json"];
 /// Remedies for a target that is not read.
@@ -74,7 +74,7 @@ impl QuantisedWeights {
         let outer = Fields::new(&path, &map);
         let text = outer.object("text_config")?;
         for fields in [Some(&outer), text.as_ref()].into_iter().flatten() {
-            for key in CONFIG_KEYS {
+            for key in QUANTISATION_KEYS {
                 if let Some(scheme) = fields.object(key)? {
                     return Self::parse(&scheme, None, scope).map(Some);
                 }
@@ -158,10 +158,9 @@ pub fn quantised_folder_message(dir: &Path, config: &Map<String, Value>) -> Opti
     const REMEDY: &str =
         "the weights are quantised, and drafters are not read so; use the drafter in bfloat16";
     let text = config.get("text_config").and_then(Value::as_object);
-    let said = [Some(config), text]
-        .into_iter()
-        .flatten()
-        .find_map(|map| CONFIG_KEYS.iter().find_map(|key| map.get(*key).filter(|value| !value.is_null())));
+    let said = [Some(config), text].into_iter().flatten().find_map(|map| {
+        QUANTISATION_KEYS.iter().find_map(|key| map.get(*key).filter(|value| !value.is_null()))
+    });
     if let Some(said) = said {
         let found = said.as_object().and_then(method).map_or("of an unnamed method", |(_, method)| method);
         return Some(format!("`quantization_config` ({found}): {REMEDY}"));

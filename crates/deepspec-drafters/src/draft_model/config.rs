@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::path::Path;
 
-use deepspec_checkpoint::{ATTENTION_SINK_BIAS, CheckpointError, Fields, OUTPUT_GATE_KEY};
+use deepspec_checkpoint::{ATTENTION_SINK_BIAS, CheckpointError, Fields, OUTPUT_GATE_KEY, QUANTISATION_KEYS};
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::Recipe;
@@ -260,6 +260,8 @@ impl DraftDecoder {
         map.insert("tie_word_embeddings".into(), json!(false));
         map.insert("dtype".into(), json!("bfloat16"));
         map.remove("torch_dtype");
+        // The target's weights may be quantised; those of a drafter are not.
+        QUANTISATION_KEYS.iter().for_each(|key| drop(map.remove(*key)));
         map
     }
 }

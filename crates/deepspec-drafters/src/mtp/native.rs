@@ -26,6 +26,27 @@ pub fn extract_mtp(target: &Target, steps: usize) -> Result<Converted<'_>, Model
         let problem = format!("checkpoints of {} hold no MTP layer that is read; Qwen3.5's do", model.family);
         return Err(ModelError::Mismatch(UsageError(problem)));
     }
+    check_mtp_keys(target)?;
+    let config = MtpConfig {
+        decoder: DraftDecoder {
+            num_target_layers: model.layers.len(),
+            model: model.mtp_decoder()?,
+            taps: vec![],
+        },
+        settings: MtpSettings { num_speculative_steps: steps, ..MtpSettings::default() },
+    };
+    config.check().map_err(|(key, problem)| {
+        ModelError::Mismatch(UsageError(format!("the target's MTP layer: `{key}`: {problem}")))
+    })?;
+    let json = config.to_json();
+    let size = |shape: Vec<i64>| shape.into_iter().map(|n| n as usize).collect();
+    let parameters = Mtp::meta_parameters(config).parameters.into_iter();
+    let shapes = parameters.map(|(name, tensor)| (name, size(tensor.size()))).collect();
+    Ok(extract(target, PREFIX, &shapes, json)?)
+}
+
+/// Checks that the target's config describes one MTP layer that shares the embedding.
+fn check_mtp_keys(target: &Target) -> Result<(), ModelError> {
     let (path, map) = read_json(target.dir())?;
     let outer = Fields::new(&path, &map);
     let text = outer.object("text_config")?;
@@ -35,20 +56,7 @@ pub fn extract_mtp(target: &Target, steps: usize) -> Result<Converted<'_>, Model
         return Err(fields.error(LAYERS_KEY, problem).into());
     }
     fields.refuse_if_on(OWN_EMBEDDINGS_KEY, "an MTP layer with an embedding of its own is not supported")?;
-    let config = MtpConfig {
-        decoder: DraftDecoder {
-            num_target_layers: model.layers.len(),
-            model: model.mtp_decoder()?,
-            taps: vec![],
-        },
-        settings: MtpSettings { num_speculative_steps: steps, ..MtpSettings::default() },
-    };
-    config.check().map_err(|(key, problem)| fields.error(key, problem))?;
-    let json = config.to_json();
-    let size = |shape: Vec<i64>| shape.into_iter().map(|n| n as usize).collect();
-    let parameters = Mtp::meta_parameters(config).into_iter();
-    let shapes = parameters.map(|(name, tensor)| (name, size(tensor.size()))).collect();
-    Ok(extract(target, PREFIX, &shapes, json)?)
+    Ok(())
 }
 
 /// Plans a copy of the target's checkpoint with the MTP-1 drafter `source` as its MTP layer, as engines load it.
@@ -68,5 +76,6 @@ pub fn merge_mtp<'a>(source: &'a Checkpoint, target: &Target) -> Result<MergedTa
         );
         return Err(misfit(problem));
     }
+    check_mtp_keys(target)?;
     Ok(merge(source, target, PREFIX)?)
 }

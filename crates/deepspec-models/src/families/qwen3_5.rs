@@ -28,7 +28,7 @@ static DECODER: DecoderFamily = DecoderFamily {
     pre_norm: true,
     qk_norm: true,
     // Configs of drafters name all sizes.
-    defaults: Vec::new,
+    defaults: || vec![(OUTPUT_GATE_KEY, true.into())],
 };
 
 /// Entry of `layer_types` for a layer with Gated DeltaNet.

@@ -93,7 +93,7 @@ impl RmsNorm {
         if factor == 1.0 && self.factor != NormFactor::OnePlus {
             return self;
         }
-        Self { weight: self.float32_factor() * factor, factor: NormFactor::WeightInFloat32, ..self }
+        Self { weight: self.float32_factor().detach() * factor, factor: NormFactor::WeightInFloat32, ..self }
     }
 
     fn float32_factor(&self) -> Tensor {
