@@ -179,9 +179,11 @@ fn all_stages_are_foretold_at_full_size() {
             let seconds: Vec<f64> =
                 estimates.iter().map(|one| one["stages"][stage].as_f64().unwrap()).collect();
             assert!(seconds.windows(2).all(|pair| pair[1] < pair[0]), "{what}: {stage}: {seconds:?}");
-            // At most as fast as the number of accelerators allows, and at least half as fast.
+            // At most as fast as the number of accelerators allows, and at least half as fast. Of the experts a token takes few, and
+            // the gradients of all travel between accelerators.
+            let least = if algorithm == "dspark_v4" { 0.3 } else { 0.5 };
             assert!(
-                (0.5..1.0 + 1e-9).contains(&(seconds[0] / seconds[2] / 64.0)),
+                (least..1.0 + 1e-9).contains(&(seconds[0] / seconds[2] / 64.0)),
                 "{what}: {stage}: {seconds:?}"
             );
         }
