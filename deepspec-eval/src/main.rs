@@ -18,6 +18,7 @@ mod statistics;
 mod table;
 mod trace;
 mod traces;
+mod transfer;
 mod versioned;
 mod watch;
 
@@ -46,6 +47,8 @@ enum Command {
     Run(Box<run::Args>),
     /// Show several results side by side, and how sure their differences are
     Compare(compare::Args),
+    /// Say whether a drafter serves another target, such as a fine-tuned one, before anything is trained
+    Transfer(transfer::Args),
     /// Print one generation cycle by cycle: what was accepted, rejected and added
     Trace(Box<trace::Args>),
     /// Look into drafter checkpoints of any tool, convert them, and find out what is wrong with one
@@ -73,6 +76,7 @@ fn main() -> ExitCode {
     cli::run(|| match cli.command {
         Command::Run(args) => run::run(&args, verbosity),
         Command::Compare(args) => compare::run(&args),
+        Command::Transfer(args) => transfer::run(&args, verbosity),
         Command::Trace(args) => trace::run(&args, verbosity),
         Command::Checkpoint(command) => checkpoint::run(&command, verbosity),
         Command::Profile(args) => profile::run(&args, verbosity),

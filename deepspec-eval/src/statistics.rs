@@ -141,6 +141,16 @@ impl Estimate {
         }
     }
 
+    /// Accepted drafts per cycle, as a share of those of `base`: (τ − 1) / (τ of the base − 1), resample by resample. No value if the
+    /// base accepted none.
+    pub fn gain_over(&self, base: &Self) -> Self {
+        let share = |(new, base): (f64, f64)| if base > 1.0 { (new - 1.0) / (base - 1.0) } else { f64::NAN };
+        let value = self.value.zip(base.value).map(share).filter(|share| !share.is_nan());
+        let resampled =
+            self.resampled.iter().copied().zip(base.resampled.iter().copied()).map(share).collect();
+        Self { value, resampled }
+    }
+
     /// The central 95 % of the resampled values.
     pub fn interval(&self) -> Option<Interval> {
         self.value?;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use super::read_prompt_counts;
 use crate::results::{Results, SuiteResult};
 use crate::statistics::{Estimate, PromptCounts};
 
@@ -21,6 +22,11 @@ pub type CountsBySuite = BTreeMap<String, CountsBySample>;
 pub type CountsBySample = BTreeMap<String, PromptCounts>;
 
 impl LabelledResult {
+    /// A result of the folder `path`, whose traces have the counts of its prompts.
+    pub fn new(label: String, path: PathBuf, results: Results) -> Self {
+        Self { prompts: read_prompt_counts(&path, &results), label, path, results }
+    }
+
     /// The suites of the result, as a phrase.
     pub fn describe_suites(&self) -> String {
         let names: Vec<&str> = self.results.suites.iter().map(|suite| suite.name.as_str()).collect();

@@ -15,7 +15,8 @@ use crate::results::{DomainResult, Metrics, Results, ScoredSuite, SuiteResult, a
 use crate::table::{Table, factor, number};
 use crate::traces;
 use deltas::Deltas;
-use labelled::{CountsBySuite, LabelledResult};
+use labelled::CountsBySuite;
+pub use labelled::LabelledResult;
 
 /// Arguments of `compare`.
 #[derive(clap::Args)]
@@ -59,12 +60,7 @@ impl Comparison {
         for (i, path) in args.results.iter().enumerate() {
             let label = args.labels.get(i).cloned().unwrap_or_else(|| defaults[i].clone());
             let results = Results::read(path)?;
-            compared.push(LabelledResult {
-                label,
-                path: path.clone(),
-                prompts: read_prompt_counts(path, &results),
-                results,
-            });
+            compared.push(LabelledResult::new(label, path.clone(), results));
         }
         let common = common_suites(&compared);
         if common.is_empty() {

@@ -222,7 +222,7 @@ impl fmt::Display for Worker {
 }
 
 /// Parser of domain names; the help lists the domains that have published suites.
-fn domain_parser() -> impl TypedValueParser<Value = Domain> {
+pub fn domain_parser() -> impl TypedValueParser<Value = Domain> {
     PossibleValuesParser::new(Domain::KNOWN.map(Domain::name)).try_map(|name| name.parse::<Domain>())
 }
 

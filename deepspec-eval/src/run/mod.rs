@@ -23,7 +23,7 @@ use serde_json::{Map, Value, json};
 
 use crate::report;
 use crate::results::{self, Results, Settings};
-pub use args::{Args, Dtype, Switch};
+pub use args::{Args, Dtype, Switch, domain_parser};
 use decode::{DecodePlan, SuitePass};
 use entry::DecodeMode;
 use journal::Journal;
@@ -35,11 +35,20 @@ use setup::{Setup, load_suites};
 /// # Errors
 /// Usage errors, models that cannot be loaded, and outputs that cannot be written.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
-    // 1. Resolve the arguments. A bad profile path must fail before `--overwrite` deletes anything.
     args.check()?;
     if let Some(url) = &args.server {
         return server::run(args, url, verbosity);
     }
+    evaluate(args, verbosity)?.map_or(Ok(()), |results| print_results(args, &results))
+}
+
+/// Decodes and scores in this process, and writes the files of the run. Results of the same evaluation are read instead. None for
+/// a worker's share.
+///
+/// # Errors
+/// As [`run`].
+pub fn evaluate(args: &Args, verbosity: Verbosity) -> anyhow::Result<Option<Results>> {
+    // 1. Resolve the arguments. A bad profile path must fail before `--overwrite` deletes anything.
     let place = models::resolve_device_and_dtype(&args.device, args.dtype)?;
     let mut trace = match &args.torch_profile {
         Some(path) => StepTrace::new(path, place.device).map_err(UsageError)?,
@@ -52,7 +61,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let facts = evaluation_inputs(&setup, &json!(target), &suites)?;
     let asked = requested_evaluation(args, &facts);
     if args.output_dir.join(results::RESULTS_FILE).exists() && !args.overwrite {
-        return print_existing_results(args, &asked);
+        return read_existing_results(args, &asked).map(Some);
     }
 
     // 2. Decode the suites.
@@ -62,7 +71,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         tracing::info!(
             "worker {worker} is done; when all are, the same command without --worker writes the results"
         );
-        return Ok(());
+        return Ok(None);
     }
 
     // 3. Score the answers and write the results.
@@ -79,7 +88,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     results.asked = asked;
     outputs::write_run_files(&args.output_dir, &setup.tokenizer, &suites, &answers.drafted, &results)?;
     journal.remove()?;
-    print_results(args, &results)
+    Ok(Some(results))
 }
 
 /// Answers of all passes, suite by suite.
@@ -154,11 +163,11 @@ fn print_results(args: &Args, results: &Results) -> anyhow::Result<()> {
     Ok(crate::output::print(&text)?)
 }
 
-/// Prints the existing results of the same evaluation.
+/// Reads the existing results of the same evaluation.
 ///
 /// # Errors
 /// A usage error if they are of another evaluation.
-fn print_existing_results(args: &Args, asked: &Map<String, Value>) -> anyhow::Result<()> {
+fn read_existing_results(args: &Args, asked: &Map<String, Value>) -> anyhow::Result<Results> {
     let (results, dir) = (Results::read(&args.output_dir)?, args.output_dir.display());
     let differences = config::differences(&json!(results.asked), &json!(asked));
     if !differences.is_empty() {
@@ -166,7 +175,7 @@ fn print_existing_results(args: &Args, asked: &Map<String, Value>) -> anyhow::Re
         usage!("{dir} has results of another evaluation already: {told}; --overwrite replaces them");
     }
     tracing::info!("{dir} is complete; nothing to do (--overwrite evaluates anew)");
-    print_results(args, &results)
+    Ok(results)
 }
 
 /// Everything that the answers or their speed depend on, except threads and replicas. A run can

@@ -28,7 +28,7 @@ use super::decode::{DecodePlan, SuitePass};
 use super::entry::DecodeMode;
 use super::journal::Journal;
 use super::setup::load_suites;
-use super::{outputs, print_existing_results, print_results};
+use super::{outputs, print_results, read_existing_results};
 use crate::results::{self, DrafterIdentity, FiguresSource, Results, Served};
 use answer::CheckedAnswer;
 use ask::{AskedPass, ask_suites, warm_up};
@@ -54,7 +54,7 @@ pub fn run(args: &Args, url: &str, verbosity: Verbosity) -> anyhow::Result<()> {
     asked.insert("baseline server".into(), json!(args.baseline_server));
     asked.remove("tool_version");
     if args.output_dir.join(results::RESULTS_FILE).exists() && !args.overwrite {
-        return print_existing_results(args, &asked);
+        return print_results(args, &read_existing_results(args, &asked)?);
     }
 
     // 2. Ask the servers.
