@@ -120,7 +120,7 @@ impl MemoryEstimator<'_> {
         let [held, locked, staged] = [held, locked, staged].map(|batches| batches as u64);
         let train = &self.recipe.train;
         let kind = weight_dtype(train.precision);
-        let ParamCounts { trainable, frozen, lora_targets } = self.weights;
+        let ParamCounts { trainable, frozen, lora_targets, .. } = self.weights;
         let (weights, bytes) = (trainable as u64, kind.elt_size_in_bytes() as u64);
         // LoRA's matrices are float32 in both.
         let (gradients, optimizer, trained_bytes) = match train.precision {
@@ -148,7 +148,8 @@ impl MemoryEstimator<'_> {
                 * self.target.hidden_size as u64
                 * bytes,
             weights: weights * trained_bytes + frozen as u64 * bytes + lora_targets,
-            gradients: weights * gradients + lora_targets,
+            // LoRA drops the gradients of the target modules after each pass, so a measured pass has them among its activations.
+            gradients: weights * gradients + if measured.is_none() { lora_targets } else { 0 },
             optimizer,
             activations: measured.unwrap_or(largest.activations as u64),
             activations_measured: measured.is_some(),

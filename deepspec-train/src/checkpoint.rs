@@ -275,6 +275,7 @@ fn is_complete(path: &Path) -> bool {
         && is_object("config.json")
         && any(&["model.safetensors", "model.safetensors.index.json"])
         && any(&[STATE_TENSORS, EARLIER_STATE_TENSORS])
+        && (any(&[LORA_BASE]) || !path.join(adapter::FOLDER).exists())
 }
 
 /// Loads a checkpoint's master weights and moments, for one of `processes` processes.

@@ -11,7 +11,7 @@ use deepspec_cost::estimate::{
     RateSource, ScaleError, Stage, TrainingWork, Work, capture_work, decode_work, read_measured,
     speculation_work,
 };
-use deepspec_drafters::TrainSample;
+use deepspec_drafters::{ParamCounts, TrainSample};
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
@@ -134,7 +134,7 @@ impl PipelineEstimate {
         let value_bytes = value_bytes(args, plan);
         let drafting = DrafterSize {
             length: costs.drafter_plan.draft_len() as f64,
-            weights: (costs.weights.trainable + costs.weights.frozen) as f64,
+            weights: costs.weights.drafter_weights() as f64,
             at_once: !sample_without_states(plan, &[true; 64]).anchors.is_empty(),
         };
         let read = |file: &Path| read_measured(file, &costs.target.model_size(), Some(drafting), value_bytes);
@@ -343,11 +343,18 @@ fn build_pipeline(
         evaluation: drafted * 2.0 + decode_work(&size, evaluated),
         bytes: DiskBytes {
             states: if caches { rows * kept(last) } else { 0.0 },
-            checkpoint: 2.0 * (weights.trainable + weights.frozen) as f64
+            checkpoint: 2.0 * weights.drafter_weights() as f64
                 + 2.0 * embed_and_head_values(plan)
-                + OPTIMIZER_BYTES_PER_WEIGHT * weights.trainable as f64,
+                + OPTIMIZER_BYTES_PER_WEIGHT * weights.trainable as f64
+                + lora_bytes(&weights),
         },
     }
+}
+
+/// Bytes that LoRA adds to a checkpoint: the frozen weights of the target modules in bfloat16, and the matrices in float32 for PEFT.
+fn lora_bytes(weights: &ParamCounts) -> f64 {
+    let adapter = if weights.has_lora { 4.0 * weights.trainable as f64 } else { 0.0 };
+    2.0 * weights.lora_targets as f64 + adapter
 }
 
 /// Number of values in the target's embedding and head, which a checkpoint copies.

@@ -264,11 +264,10 @@ impl Plan<'_> {
             false => (Device::Cpu, self.served_bytes()),
         };
         let kind = weight_dtype(self.recipe().train.precision);
-        let ParamCounts { trainable, frozen, .. } = self.costs.weights;
         let asked = |asked: &EvalPrompts| {
             asked.memory_bytes(
                 data.source,
-                trainable + frozen,
+                self.costs.weights.drafter_weights(),
                 self.costs.drafter_plan.draft_len(),
                 self.costs.device,
                 kind,

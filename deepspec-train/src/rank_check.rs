@@ -79,8 +79,15 @@ pub fn check_weights(group: &ProcessGroup, drafter: &dyn TrainableDrafter) -> an
 /// A digest of all tensors except the target's embedding and head, which are part of the data set's
 /// digest.
 fn drafter_digest(drafter: &dyn TrainableDrafter) -> String {
+    let mut tensors = drafter.checkpoint();
+    tensors.retain(|(name, _)| !is_embed_or_head(name));
+    if !drafter.lora_base().is_empty() {
+        // B is zero at first, so the merged weights do not depend on A.
+        let matrices = drafter.parameters().iter();
+        tensors.extend(matrices.map(|(name, matrix)| (name.clone(), matrix.shallow_clone())));
+    }
     let mut hasher = Hasher::default();
-    for (name, tensor) in drafter.checkpoint().into_iter().filter(|(name, _)| !is_embed_or_head(name)) {
+    for (name, tensor) in tensors {
         let values = tensor.detach().to_device(Device::Cpu).contiguous();
         let mut bytes = vec![0; values.numel() * values.kind().elt_size_in_bytes()];
         values.copy_data_u8(&mut bytes, values.numel());

@@ -136,6 +136,24 @@ fn golden_lora() {
     }
 }
 
+/// Asserts that `merged` is `base + update`, rounded once to bfloat16.
+#[track_caller]
+fn assert_merged(merged: &Tensor, base: &Tensor, update: &Tensor, what: &str) {
+    let [merged, base] = [merged, base].map(|tensor| tensor.to_kind(Kind::Float));
+    let error = (&merged - &base - update).abs();
+    // Bfloat16 has 8 significant bits, so rounding is off by 2⁻⁸ of the value at most.
+    let beyond = (error - merged.abs() * 2f64.powi(-8)).max().double_value(&[]);
+    assert!(beyond <= 1e-6, "{what}: the difference to the frozen weight is no update, by {beyond:e}");
+}
+
+/// Gradient of the step `at` from the optimiser's states of a run: the change of exp_avg, `β1 · exp_avg + (1 − β1) · gradient`.
+fn gradient(states: &[BTreeMap<String, Tensor>], at: usize, name: &str) -> Tensor {
+    const BETA1: f64 = 0.9;
+    let average = |step: usize| &states[step - 1][&format!("exp_avg.{name}")];
+    let before = if at == 1 { average(1).zeros_like() } else { average(at - 1) * BETA1 };
+    (average(at) - before) / (1.0 - BETA1)
+}
+
 /// For each kind: an untrained step changes no bit, gradients are those of a full training, frozen weights stay, a resumed run ends with
 /// the same bytes, and the merged drafter is one of its kind.
 #[test]
@@ -143,18 +161,22 @@ fn every_kind_of_drafter_learns_by_lora() {
     for (kind, needs_final_states) in KINDS {
         let bench = || if needs_final_states { Bench::with_all_final_states() } else { Bench::new() };
         let common = [kind, &["train.max_grad_norm=1e9", "logging.checkpointing_steps=1"]].concat();
-        let (given, full, lora) = (bench(), bench(), bench());
+        let (given, full, slow, lora) = (bench(), bench(), bench(), bench());
         // Some matrices are zero at first, and pass no gradient on.
         given.succeeds(&set(&[&common[..], &["train.max_train_steps=2", "train.lr=0.01"]].concat()));
         let from = format!("train.init_from={}", step(&given, 2).display());
-        full.succeeds(&set(&[&common[..], &[&from, "train.max_train_steps=1"]].concat()));
+        // Steps so small that both runs have nearly the weights of the first step in the second one, where B is no longer zero.
+        let two = [&common[..], &[&from, "train.max_train_steps=2", "train.lr=1e-6"]].concat();
+        full.succeeds(&set(&two));
+        slow.succeeds(&set(&[&two[..], &[LORA]].concat()));
         let steps = format!("train.max_train_steps={STEPS}");
         let changes = [&common[..], &[&from, &steps, LORA, "train.lr=0.02"]].concat();
         let changes = set(&changes);
         lora.succeeds(&changes);
 
         let (base, merged) = (weights(&given, 2), weights(&lora, STEPS));
-        let (whole, first, last) = (optimizer(&full, 1), optimizer(&lora, 1), optimizer(&lora, STEPS));
+        let [whole, slow] = [&full, &slow].map(|bench| [1, 2].map(|step| optimizer(bench, step)));
+        let last = optimizer(&lora, STEPS);
         let kept = tensors(&step(&lora, STEPS).join("train_state/lora_base.safetensors"));
         assert!(base.keys().eq(merged.keys()), "{kind:?}");
         assert!(kept.keys().any(|name| name.ends_with("q_proj.weight")) && kept.contains_key("fc.weight"));
@@ -165,28 +187,67 @@ fn every_kind_of_drafter_learns_by_lora() {
             };
             assert!(kept.equal(base), "{kind:?}: {name}");
             let module = name.strip_suffix(".weight").unwrap();
-            let part = |state: &BTreeMap<String, Tensor>, part: &str, matrix: &str| {
-                state[&format!("{part}.{module}.lora_{matrix}.weight")].shallow_clone()
+            let matrix = |matrix: &str| format!("{module}.lora_{matrix}.weight");
+            let master = |state: &BTreeMap<String, Tensor>, name: &str| {
+                state[&format!("master.{}", matrix(name))].shallow_clone()
             };
-            // exp_avg is (1 − β1) times the gradient; that of B is scale · G Aᵀ where B is 0, and A stays.
-            let gradient = &whole[&format!("exp_avg.{name}")];
-            let expected = gradient.matmul(&part(&first, "master", "A").tr()) * (6.0 / R as f64);
-            assert!(expected.abs().max().double_value(&[]) > 0.0, "{kind:?}: no gradient of {name}");
-            assert_close(&part(&first, "exp_avg", "B"), &expected, 1e-4, name);
-            let update = part(&last, "master", "B").matmul(&part(&last, "master", "A")) * (6.0 / R as f64);
-            let sum = (base.to_kind(Kind::Float) + update).to_kind(Kind::BFloat16);
+            let scale = 6.0 / R as f64;
+            // A stays in the first step, because B is zero. The matrices of the second step are those after the first one.
+            let (a, b) = (master(&slow[0], "A"), master(&slow[0], "B"));
+            let [first, second] = [1, 2].map(|step| gradient(&whole, step, name));
+            for (found, expected, tolerance) in [
+                (gradient(&slow, 1, &matrix("B")), first.matmul(&a.tr()) * scale, 1e-4),
+                (gradient(&slow, 2, &matrix("B")), second.matmul(&a.tr()) * scale, 1e-2),
+                (gradient(&slow, 2, &matrix("A")), b.tr().matmul(&second) * scale, 1e-2),
+            ] {
+                assert!(expected.abs().max().double_value(&[]) > 0.0, "{kind:?}: no gradient of {name}");
+                assert_close(&found, &expected, tolerance, &format!("{kind:?}: {name}"));
+            }
+            let update = master(&last, "B").matmul(&master(&last, "A")) * scale;
             assert!(!merged[name].equal(base), "{kind:?}: {name} has not learnt");
-            assert_close(&merged[name], &sum, 1e-2, name);
+            assert_merged(&merged[name], base, &update, &format!("{kind:?}: {name}"));
         }
         let read = |name: &str| fs::read(step(&lora, STEPS).join(name)).unwrap();
         assert_eq!(read("config.json"), fs::read(step(&given, 2).join("config.json")).unwrap(), "{kind:?}");
-        // As if killed before the last checkpoint.
+        // As if the last checkpoint were copied in part. The run does not need the drafter that it started from.
         let before = lora.result_of(STEPS);
-        fs::remove_dir_all(step(&lora, STEPS)).unwrap();
+        fs::remove_dir_all(given.path("out")).unwrap();
+        fs::remove_file(step(&lora, STEPS).join("train_state/lora_base.safetensors")).unwrap();
         lora.succeeds(&changes);
         assert!(lora.result_of(STEPS) == before, "{kind:?}: a resumed run has other weights");
         let target = workspace().join("assets/tiny-target");
         assert_eq!(greedy(&target, None), greedy(&target, Some(loads(&lora))), "{kind:?}");
+    }
+}
+
+/// The last matrix of a head, which needs no backward pass through the layers, and the projection of the context below recomputed layers.
+#[test]
+fn one_linear_layer_learns_alone() {
+    let given = Bench::new();
+    given.succeeds(&[set(KINDS[3].0), vec!["--init-only"]].concat());
+    let from = format!("train.init_from={}", step(&given, 0).display());
+    let run = |more: &[&str]| {
+        let bench = Bench::new();
+        let common = [
+            from.as_str(),
+            "train.max_train_steps=1",
+            "train.max_grad_norm=1e9",
+            "logging.checkpointing_steps=1",
+        ];
+        bench.succeeds(&set(&[KINDS[3].0, &common, more].concat()));
+        optimizer(&bench, 1)
+    };
+    let whole = run(&[]);
+    for module in ["embed_proj.2", "fc"] {
+        let lora = format!("train.lora={{r: 4, lora_alpha: 4, target_modules: [{module}]}}");
+        for recompute in ["train.recompute=false", "train.recompute=true"] {
+            let alone = run(&[&lora, recompute]);
+            assert!(alone.keys().all(|name| name.contains(&format!(".{module}.lora_"))), "{module}");
+            let gradient = &whole[&format!("exp_avg.{module}.weight")];
+            let expected = gradient.matmul(&alone[&format!("master.{module}.lora_A.weight")].tr());
+            assert!(expected.abs().max().double_value(&[]) > 0.0, "{module}");
+            assert_close(&alone[&format!("exp_avg.{module}.lora_B.weight")], &expected, 1e-4, module);
+        }
     }
 }
 

@@ -142,6 +142,15 @@ pub struct ParamCounts {
     pub frozen: usize,
     /// Number of frozen parameters that LoRA updates. A process holds them twice, and a backward pass computes their gradients.
     pub lora_targets: usize,
+    /// Whether LoRA's matrices are the trainable parameters. They are merged into the drafter's weights.
+    pub has_lora: bool,
+}
+
+impl ParamCounts {
+    /// Number of weights of the drafter that decodes and that a checkpoint holds, without embedding and LM head.
+    pub fn drafter_weights(&self) -> usize {
+        if self.has_lora { self.frozen } else { self.trainable + self.frozen }
+    }
 }
 
 /// Defines metrics, which are computed from sums over micro-batches.

@@ -10,7 +10,7 @@ use serde_json::json;
 use tch::{Kind, Tensor};
 
 /// Folder of the files within a checkpoint. Engines read all safetensors files beside config.json, so it is a folder of its own.
-const FOLDER: &str = "adapter";
+pub const FOLDER: &str = "adapter";
 
 /// Writes `adapter_config.json` and `adapter_model.safetensors` into the folder `adapter` of the checkpoint in `dir`.
 ///

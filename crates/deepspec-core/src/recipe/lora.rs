@@ -3,6 +3,9 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+/// Highest rank. A larger one is a mistake, which would exhaust memory.
+const MAX_RANK: usize = 1024;
+
 /// LoRA: the drafter of `init_from` stays as it is, and small matrices beside its linear layers learn. Keys are those of
 /// PEFT's `LoraConfig`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -14,13 +17,13 @@ pub struct LoraRecipe {
     pub lora_alpha: f64,
     /// Linear layers that learn, by the end of their names, such as `q_proj` or `layers.0.mlp.up_proj`; absent means all linear
     /// layers of the drafter.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub target_modules: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub target_modules: Option<Vec<String>>,
 }
 
 impl Default for LoraRecipe {
     fn default() -> Self {
-        Self { r: 16, lora_alpha: 32.0, target_modules: vec![] }
+        Self { r: 16, lora_alpha: 32.0, target_modules: None }
     }
 }
 
@@ -35,13 +38,20 @@ impl LoraRecipe {
         let ends = |target: &String| {
             module.strip_suffix(target.as_str()).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
         };
-        self.target_modules.is_empty() || self.target_modules.iter().any(ends)
+        self.target_modules.as_ref().is_none_or(|targets| targets.iter().any(ends))
     }
 
     /// Checks the values; the error is a key with its problem.
     pub(super) fn check(&self, has_init_from: bool, freezes: bool) -> Result<(), (&'static str, String)> {
         if self.r == 0 {
             return Err(("train.lora.r", "must be at least 1".into()));
+        }
+        if self.r > MAX_RANK {
+            return Err(("train.lora.r", format!("{} is above the highest rank, {MAX_RANK}", self.r)));
+        }
+        if self.target_modules.as_ref().is_some_and(Vec::is_empty) {
+            let problem = "names no module; leave it out for all linear layers";
+            return Err(("train.lora.target_modules", problem.into()));
         }
         if !(self.lora_alpha > 0.0 && self.lora_alpha.is_finite()) {
             return Err(("train.lora.lora_alpha", format!("{} is no positive number", self.lora_alpha)));

@@ -185,6 +185,8 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         let adapts = |lora: &str| read(MINIMAL, &["train.init_from=there", lora]);
         for (lora, hint) in [
             ("train.lora={r: 0}", "`train.lora.r`: must be at least 1"),
+            ("train.lora={r: 1025}", "`train.lora.r`: 1025 is above the highest rank, 1024"),
+            ("train.lora={target_modules: []}", "`train.lora.target_modules`: names no module"),
             ("train.lora={lora_alpha: -1}", "`train.lora.lora_alpha`: -1 is no positive number"),
             ("train.lora={rank: 4}", "train.lora"),
             ("train={lora: {}, init_from: there, freeze: [backbone]}", "`train.freeze`: with train.lora"),

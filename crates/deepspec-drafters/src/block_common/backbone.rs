@@ -12,6 +12,8 @@ use crate::draft_model::{DraftModel, DrafterSettings as _};
 
 /// Prefix of the names of a layer's parameters, before the layer number.
 const LAYER_PREFIX: &str = "layers.";
+/// Prefixes of the names of all parameters that the layers' outputs depend on: the layers, and the projection and norm of the context.
+const BELOW_HEADS: [&str; 3] = [LAYER_PREFIX, "fc.", "hidden_norm."];
 
 /// Draft layers, the norm of the context and the final norm.
 pub struct Backbone {
@@ -74,7 +76,10 @@ impl<K: BackboneDrafter> TrainingPass<'_, K> {
     /// Backpropagates `surrogate`, a scalar whose gradients equal the gradients of the losses. Calls `on_grad_ready` after each layer.
     pub fn backward(self, surrogate: &Tensor, on_grad_ready: Option<GradReadyHook>) {
         let _range = range(c"backward");
-        surrogate.backward();
+        // It has no graph if all trained weights have gradients in closed form, such as the last matrix of a head.
+        if surrogate.requires_grad() {
+            surrogate.backward();
+        }
         let Some(LayerwiseBackward { model, shared, context, leaf, mut layers, last }) = self.layerwise
         else {
             return;
@@ -153,7 +158,7 @@ impl<K: BackboneDrafter> DraftModel<K> {
     /// one call otherwise.
     pub(crate) fn training_pass<'a>(&'a self, batch: &'a BlockBatch, has_hook: bool) -> TrainingPass<'a, K> {
         let recompute = self.recomputes();
-        if !(recompute || has_hook) || !self.has_trained_layers() {
+        if !(recompute || has_hook) || !self.trains_below_heads() {
             return TrainingPass { hidden: self.hidden_states(batch), layerwise: None };
         }
         let _range = range(c"forward");
@@ -175,9 +180,11 @@ impl<K: BackboneDrafter> DraftModel<K> {
         TrainingPass { hidden, layerwise: Some(layerwise) }
     }
 
-    /// Whether any layer is trained. Autograd saves no tensors of frozen layers.
-    fn has_trained_layers(&self) -> bool {
-        self.parameters().iter().any(|(name, _)| name.starts_with(LAYER_PREFIX))
+    /// Whether gradients pass through the layers, to their own parameters or to those of the context. Otherwise autograd saves nothing of
+    /// the layers.
+    fn trains_below_heads(&self) -> bool {
+        let is_below = |name: &str| BELOW_HEADS.iter().any(|prefix| name.starts_with(prefix));
+        self.parameters().iter().any(|(name, _)| is_below(name))
     }
 
     /// See [`TrainableDrafter::grad_stages`]: prefixes of the layers, last layer first.

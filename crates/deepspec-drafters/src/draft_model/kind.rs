@@ -235,7 +235,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
     }
 
     fn num_parameters(&self) -> ParamCounts {
-        let mut counts = ParamCounts::default();
+        let mut counts = ParamCounts { has_lora: self.lora.is_some(), ..ParamCounts::default() };
         for (name, tensor) in DraftModel::<K>::meta_parameters(self.config.clone()).parameters {
             let is_frozen = self.lora.is_some() || self.is_frozen(&name);
             let count = if is_frozen { &mut counts.frozen } else { &mut counts.trainable };

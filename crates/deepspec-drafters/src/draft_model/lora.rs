@@ -6,7 +6,7 @@
 use deepspec_core::config::add_nearest_name;
 use deepspec_core::recipe::LoraRecipe;
 use deepspec_models::nn::{Builder, Init, StateDict};
-use deepspec_ops::take_gradient;
+use deepspec_ops::{grad_or_zeros, take_gradient};
 use tch::{Kind, Tensor};
 
 /// End of the name of a linear layer's weight.
@@ -86,13 +86,15 @@ impl LoraAdapters {
         }
     }
 
-    /// Takes the gradients of the model's weights after a backward pass, and adds to those of A and B.
+    /// Takes the gradients G of the model's weights after a backward pass, and adds `scale · Bᵀ G` to that of A and `scale · G Aᵀ` to that
+    /// of B.
     pub fn backward(&self) {
+        let _guard = tch::no_grad_guard();
         for Target { weight, a, b, .. } in &self.targets {
             if let Some(gradient) = take_gradient(weight) {
-                // The gradient of Σ W·g with respect to W is g.
-                let update = b.matmul(a) * self.scale;
-                (update * gradient.to_kind(Kind::Float)).sum(Kind::Float).backward();
+                let gradient = gradient.to_kind(Kind::Float);
+                let _ = grad_or_zeros(a).g_add_(&(b.tr().matmul(&gradient) * self.scale));
+                let _ = grad_or_zeros(b).g_add_(&(gradient.matmul(&a.tr()) * self.scale));
             }
         }
     }
@@ -104,8 +106,8 @@ impl LoraAdapters {
 /// The entry of `target_modules` that names no linear layer, with the names that exist.
 pub fn target_weights(lora: &LoraRecipe, model: &StateDict) -> Result<Vec<String>, String> {
     let weights: Vec<&String> = model.linear.iter().filter(|name| name.ends_with(WEIGHT)).collect();
-    for target in &lora.target_modules {
-        let only = LoraRecipe { target_modules: vec![target.clone()], ..lora.clone() };
+    for target in lora.target_modules.iter().flatten() {
+        let only = LoraRecipe { target_modules: Some(vec![target.clone()]), ..lora.clone() };
         if !weights.iter().any(|name| only.is_target(module_name(name))) {
             let mut known: Vec<String> = vec![];
             for name in weights.iter().map(|name| format!("`{}`", short_name(module_name(name)))) {
