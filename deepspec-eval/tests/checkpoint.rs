@@ -269,7 +269,7 @@ fn dspark_of_deepseek_v4_is_inspected_and_refused_elsewhere() {
     write_dspark_v4(&own);
     let text = ok(deepspec_eval(&["checkpoint", "inspect", own.to_str().unwrap()]));
     for line in [
-        "drafter     DSpark of DeepSeek-V4, 1 Qwen3 layer",
+        "drafter     DSpark of DeepSeek-V4, 1 stage, hidden size",
         "drafts      5 tokens in blocks of 5",
         "stages      4 heads of 32, window 16, 2 of 4 experts, 4 residual streams",
     ] {

@@ -10,7 +10,7 @@ use crate::drafter::Incompatibility;
 use crate::fields::read_object;
 use crate::shapes::{self, REBUILT_TENSORS};
 use crate::{
-    CheckpointError, CheckpointFormat, Drafter, KnownDrafters, TensorMetadata, Tensors, layouts,
+    CheckpointError, CheckpointFormat, Drafter, Fields, KnownDrafters, TensorMetadata, Tensors, layouts,
     quantised_folder_message,
 };
 
@@ -32,13 +32,14 @@ impl Checkpoint {
     pub fn open(dir: &Path, known: KnownDrafters) -> Result<Self, CheckpointError> {
         let path = dir.join("config.json");
         let map = read_object(&path)?;
+        layouts::refuse_unread_target(&Fields::new(&path, &map))?;
         let holds_drafter = layouts::is_target_with_drafter(&map);
         if let Some(problem) = quantised_folder_message(dir, &map).filter(|_| !holds_drafter) {
             Tensors::open(dir)?;
             return Err(CheckpointError::NotADrafter { path: dir.to_path_buf(), problem });
         }
         let tensors = match holds_drafter {
-            true => Tensors::open_drafter_of_deepseek_v4(dir)?,
+            true => Tensors::open_drafter_of_deepseek_v4(dir, &Fields::new(&path, &map))?,
             false => Tensors::open(dir)?,
         };
         let (format, drafter) = layouts::read(&path, &map, &tensors, known)?;

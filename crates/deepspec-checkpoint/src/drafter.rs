@@ -158,6 +158,14 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         drafter.taps.len()
     }
 
+    /// Number and name of the drafter's layers for reports, such as `2 Qwen3 layers`.
+    fn layers_text(&self, drafter: &Drafter) -> String {
+        match (drafter.layers, drafter.family) {
+            (1, family) => format!("1 {family} layer"),
+            (layers, family) => format!("{layers} {family} layers"),
+        }
+    }
+
     /// Names and shapes of the layers' tensors, for a kind whose layers are not those of a model family.
     fn own_layer_shapes(&self, _drafter: &Drafter) -> Option<TensorShapes> {
         None

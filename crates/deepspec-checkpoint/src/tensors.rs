@@ -13,7 +13,7 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
 use crate::quantised::{DeepseekV4, QuantisedTensor, QuantisedWeights, Scope};
-use crate::{CheckpointError, shards};
+use crate::{CheckpointError, Fields, shards};
 
 /// Maximum length of a safetensors header in bytes, the limit of the format.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -111,12 +111,13 @@ impl Tensors {
     /// [`Self::open_target`] shows them.
     ///
     /// # Errors
-    /// As [`Self::open`], and if a quantised weight has no scales, or some that do not fit.
-    pub fn open_drafter_of_deepseek_v4(dir: &Path) -> Result<Self, CheckpointError> {
+    /// As [`Self::open`], and if a quantised weight has no scales, or some that do not fit. Also if `config` states other blocks.
+    pub fn open_drafter_of_deepseek_v4(dir: &Path, config: &Fields) -> Result<Self, CheckpointError> {
         let mut tensors = Self::open(dir)?;
+        let scheme = DeepseekV4::read(config)?;
         let is_own = |name: &str| ["mtp.", "embed.", "head."].iter().any(|prefix| name.starts_with(prefix));
         tensors.facts.retain(|name, _| is_own(name));
-        tensors.dequantised(&QuantisedWeights::DeepseekV4(DeepseekV4), |_| true)
+        tensors.dequantised(&QuantisedWeights::DeepseekV4(scheme), |_| true)
     }
 
     /// Checks that a tensor can be read without the scheme of quantised weights, or that the scheme is read.

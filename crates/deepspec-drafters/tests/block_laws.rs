@@ -1,5 +1,6 @@
-//! DFlash 2, Domino, xPress, DSpark of DeepSeek-V4 and P-EAGLE do not change the output distribution: with them, the target samples as it does alone. This
-//! holds although DFlash 2 drafts candidates only, and although xPress and P-EAGLE draw a block's tokens side by side.
+//! DFlash 2, Domino, xPress, DSpark of DeepSeek-V4 and P-EAGLE do not change the output distribution: with them, the target samples
+//! as it does alone. This holds although DFlash 2 drafts candidates only, and although xPress and P-EAGLE draw a block's tokens side
+//! by side.
 
 mod common;
 

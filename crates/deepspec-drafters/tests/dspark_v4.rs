@@ -252,6 +252,7 @@ fn the_released_layout_is_read() {
     for (name, other, hints) in [
         ("mtp.1.attn.wkv.scale", "mtp.1.attn.wkv.xcale", &["mtp.1.attn.wkv.scale", "missing"][..]),
         ("mtp.1.attn.attn_sink", "mtp.1.attn.attn_sinx", &["mtp.1.attn.attn_sink", "missing"]),
+        ("mtp.2.attn_norm.weight", "mtp.2.attn_norm.weighx", &["mtp.2.attn_norm.weight", "2 stages"]),
         ("layers.0.ffn.gate.bias", "mtp.1.ffn.gate.bias_vl", &["mtp.1.ffn.gate.bias_vl", "no use"]),
     ] {
         let mut bytes = original.clone();
@@ -265,7 +266,13 @@ fn the_released_layout_is_read() {
     let original: Value = serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
     for (key, value, hint) in [
         ("dspark_n_routed_experts", json!(4), "DeepSeek-V4.1"),
-        ("num_nextn_predict_layers", json!(1), "1 stages"),
+        ("norm_topk_prob", json!(false), "`norm_topk_prob`: false is not supported"),
+        ("enable_confidence_head", json!(false), "`enable_confidence_head`: false is not supported"),
+        (
+            "quantization_config",
+            json!({"quant_method": "fp8", "weight_block_size": [64, 64]}),
+            "[64, 64] is not",
+        ),
         ("scoring_func", json!("sigmoid"), "sqrtsoftplus"),
         ("o_groups", json!(3), "3 does not divide"),
         ("dspark_markov_rank", Value::Null, "dspark_markov_rank"),
@@ -276,6 +283,40 @@ fn the_released_layout_is_read() {
         fs::write(&config, changed.to_string()).unwrap();
         told(read(), &[hint]);
     }
+    let mut unlimited = original.clone();
+    unlimited["swiglu_limit"] = Value::Null;
+    fs::write(&config, unlimited.to_string()).unwrap();
+    let settings = open_checkpoint(&folder).unwrap().drafter().kind.to_json();
+    assert_eq!(settings["block"]["stages"]["swiglu_limit"], 0.0);
+
+    // DeepSeek-V4.1 has its keys one level deeper.
+    let (mut outer, mut inner) = (json!({}), original);
+    for key in ["architectures", "model_type", "quantization_config"] {
+        outer[key] = inner.as_object_mut().unwrap().remove(key).unwrap();
+    }
+    outer["text_config"] = inner;
+    fs::write(&config, outer.to_string()).unwrap();
+    told(read(), &["text_config", "DeepSeek-V4.1's drafter is not read"]);
+    outer["architectures"] = json!(["DeepseekV41ForCausalLM"]);
+    outer["model_type"] = json!("deepseek_v41");
+    fs::write(&config, outer.to_string()).unwrap();
+    told(read(), &["architectures", "DeepSeek-V4.1's drafter is not read"]);
+}
+
+/// A block sees no latents of the other sequences of its batch.
+#[test]
+fn sequences_of_a_batch_do_not_see_each_other() {
+    let _guard = tch::no_grad_guard();
+    let model = model(SMALL);
+    let other =
+        || TrainSample { taps: noise(9, &[TOKENS as i64, 2 * WIDTH]), anchors: vec![5, 90], ..sample() };
+    let states = |samples: &[TrainSample]| {
+        let batch = model.config().batch(samples, LOSS.decay_gamma, Device::Cpu, Kind::Float).unwrap();
+        model.block_states(&batch)
+    };
+    let both = states(&[other(), sample()]);
+    assert_close("first sequence", &both.narrow(0, 0, 2), &states(&[other()]), FORWARD);
+    assert_close("second sequence", &both.narrow(0, 2, 5), &states(&[sample()]), FORWARD);
 }
 
 /// Every part is needed for the states, so that a model without it would differ.

@@ -69,7 +69,9 @@ def float8(name, ours, rows, columns):
 def float4(name, ours, rows, columns):
     codes = torch.randint(0, 16, (rows, columns), generator=random)
     grid, factors = scales(rows, columns // 32)
-    stored[f"{name}.weight"] = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    # DeepSeek stores the bytes as int8. Unsigned ones are read, too.
+    kind = torch.uint8 if name.startswith("mtp.1.") else torch.int8
+    stored[f"{name}.weight"] = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(kind)
     stored[f"{name}.scale"] = grid
     own[f"{ours}.weight"] = FLOAT4[codes] * factors.repeat_interleave(32, 1)
 
@@ -135,7 +137,7 @@ def main(folder, outputs):
         "num_key_value_heads": 1,
         "n_shared_experts": 1,
         "scoring_func": "sqrtsoftplus",
-        "num_nextn_predict_layers": STAGES,
+        "num_nextn_predict_layers": 1,  # as released, although there are three stages
         "dspark_block_size": BLOCK,
         "dspark_noise_token_id": 3,
         "dspark_target_layer_ids": TAPS,

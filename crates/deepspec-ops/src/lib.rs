@@ -52,7 +52,7 @@ pub use gated_delta_net::{
 };
 pub use gated_mlp::{Activation, GatedMlp, gated_mlp};
 pub use grad::{EmbeddingGrad, EmbeddingGradSlices, GradSum, grad_or_zeros};
-pub use linear::{PackedWeight, Weight, linear};
+pub use linear::{PackedWeight, Weight, linear, linear_in_float32};
 pub use mixture_of_experts::{
     Expert, MixtureOfExperts, Router, RouterScores, combine_experts, mixture_of_experts,
 };

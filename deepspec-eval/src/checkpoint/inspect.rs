@@ -117,9 +117,8 @@ fn as_text(checkpoint: &Checkpoint) -> String {
         let _ = writeln!(text, "{what:<12}{value}");
     };
     line("format", format!("{} ({})", checkpoint.format(), drafter.architecture));
-    let (algorithm, layers, family) = (drafter.kind.title(), drafter.layers, drafter.family);
+    let (algorithm, layers) = (drafter.kind.title(), drafter.kind.layers_text(drafter));
     let (width, vocab) = (drafter.hidden_size, drafter.vocab_size);
-    let layers = if layers == 1 { format!("1 {family} layer") } else { format!("{layers} {family} layers") };
     line("drafter", format!("{algorithm}, {layers}, hidden size {width}, vocabulary {vocab}"));
     if drafter.draft_vocab_size != vocab {
         line("vocabulary", format!("reduced to {} tokens (d2t)", drafter.draft_vocab_size));

@@ -38,12 +38,6 @@ pub fn read(
         return Ok((CheckpointFormat::Speculators, speculators::read(&fields, tensors, known)?));
     }
     let architecture = fields.architecture()?;
-    let reads = |found: &str| kinds.iter().flat_map(|kind| kind.classes).any(|class| class.name == found);
-    if is_target_with_drafter(map) && !architecture.is_some_and(reads) {
-        let found = architecture.unwrap_or("a model without a class");
-        let problem = format!("the drafter lies within {found}; it is read within DeepSeek-V4 only");
-        return Err(fields.error("dspark_block_size", problem));
-    }
     if let Some(found) = architecture {
         let of_family = |kind: &&&Reader| {
             let prefix = found.strip_suffix(kind.class);
@@ -78,9 +72,46 @@ pub fn read(
     Err(fields.error("architectures", problem))
 }
 
-/// Whether a config is that of a target whose checkpoint holds its drafter, as DeepSeek-V4's does.
+/// Class of DeepSeek-V4.
+const DEEPSEEK_V4: &str = "DeepseekV4ForCausalLM";
+/// Config key that a target has if its checkpoint holds a DSpark drafter.
+const BUNDLED_BLOCK_SIZE: &str = "dspark_block_size";
+
+fn class(map: &Map<String, Value>) -> Option<&str> {
+    map.get("architectures")?.get(0)?.as_str()
+}
+
+/// Whether a config is that of a DeepSeek-V4 whose checkpoint holds its drafter. Folders of other drafters may have `dspark_*` keys
+/// for engines.
 pub fn is_target_with_drafter(map: &Map<String, Value>) -> bool {
-    map.keys().any(|key| key.starts_with("dspark_"))
+    class(map) == Some(DEEPSEEK_V4) && map.contains_key(BUNDLED_BLOCK_SIZE)
+}
+
+/// Refuses language models that hold a DSpark drafter of a layout that is not read, among them DeepSeek-V4.1.
+///
+/// # Errors
+/// If the config is that of such a model.
+pub fn refuse_unread_target(fields: &Fields) -> Result<(), CheckpointError> {
+    let map = fields.map;
+    let found = class(map).unwrap_or_default();
+    let model_type = map.get("model_type").and_then(Value::as_str).unwrap_or_default();
+    let nested = map.get("text_config").and_then(Value::as_object);
+    let is_nested = nested.is_some_and(|text| text.keys().any(|key| key.starts_with("dspark_")));
+    let v4_1 = [
+        ("architectures", found.starts_with("DeepseekV41")),
+        ("model_type", model_type.starts_with("deepseek_v41")),
+        ("text_config", found.starts_with("DeepseekV4") && is_nested),
+    ];
+    if let Some((key, _)) = v4_1.into_iter().find(|(_, is_sign)| *is_sign) {
+        let problem = "DeepSeek-V4.1's drafter is not read: its hyper-connections sum streams later";
+        return Err(fields.error(key, problem));
+    }
+    let bundles = is_nested || map.contains_key(BUNDLED_BLOCK_SIZE) && found != DEEPSEEK_V4;
+    if bundles && ["ForCausalLM", "ForConditionalGeneration"].iter().any(|end| found.ends_with(end)) {
+        let problem = format!("the drafter lies within {found}; it is read within DeepSeek-V4 only");
+        return Err(fields.error(BUNDLED_BLOCK_SIZE, problem));
+    }
+    Ok(())
 }
 
 /// A message about a drafter format that is recognised but not supported; None for other

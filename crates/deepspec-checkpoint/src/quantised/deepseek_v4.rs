@@ -7,7 +7,7 @@ use crate::quantised::matrix::{StoredMatrix, matrix_shape};
 use crate::quantised::module::WEIGHT;
 use crate::quantised::mxfp4::{Mxfp4Tensor, NUMBERS};
 use crate::quantised::tensor::{QuantisedMatrix, QuantisedTensor, ZeroPoints};
-use crate::{CheckpointError, Tensors};
+use crate::{CheckpointError, Fields, Tensors};
 
 /// Rows and columns of float8 weights that share a scale.
 const BLOCK: [usize; 2] = [128, 128];
@@ -17,6 +17,21 @@ const BLOCK: [usize; 2] = [128, 128];
 pub(crate) struct DeepseekV4;
 
 impl DeepseekV4 {
+    /// The scheme of a config.
+    ///
+    /// # Errors
+    /// If its blocks are not of 128 rows and columns.
+    pub fn read(config: &Fields) -> Result<Self, CheckpointError> {
+        const KEY: &str = "weight_block_size";
+        let Some(scheme) = config.object("quantization_config")? else { return Ok(Self) };
+        match scheme.integers(KEY)? {
+            Some(found) if found != BLOCK.map(|size| size as i64) => {
+                Err(scheme.error(KEY, format!("{found:?} is not supported; expected {BLOCK:?}")))
+            }
+            _ => Ok(Self),
+        }
+    }
+
     /// The quantised weight whose numbers are the tensor `name`. None for every other tensor.
     ///
     /// # Errors

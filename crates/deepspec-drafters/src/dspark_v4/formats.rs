@@ -19,7 +19,10 @@ pub static READER: Reader = Reader {
     keys: &["block_size", "mask_token_id", MARKOV_RANK, STAGE_CONFIG],
     reference: read,
     model_types: &[],
-    speculators: |fields, decoder| read(fields, decoder),
+    // Not called, since no model type names this kind.
+    speculators: |fields, _| {
+        Err(fields.error("speculators_model_type", "speculators has no layout for DSpark of DeepSeek-V4"))
+    },
     classes: &[ExternalClass {
         name: released::CLASS,
         tools: "DeepSeek-V4 that holds its drafter",
@@ -93,6 +96,13 @@ impl KindSettings for DSparkV4Settings {
             "block_size": block_size, "mask_token_id": mask_token_id, "slots": slots,
             "markov": {"kind": "vanilla", "rank": self.markov_rank}, "stages": self.stages,
         }})
+    }
+
+    fn layers_text(&self, drafter: &Drafter) -> String {
+        match drafter.layers {
+            1 => "1 stage".into(),
+            stages => format!("{stages} stages"),
+        }
     }
 
     fn own_layer_shapes(&self, drafter: &Drafter) -> Option<TensorShapes> {

@@ -4,7 +4,7 @@
 //! reading, writing and mixing are computed in float32.
 
 use deepspec_models::nn::{Builder, Init, Weight};
-use deepspec_ops::linear;
+use deepspec_ops::linear_in_float32;
 use tch::{Kind, Tensor};
 
 use super::settings::StageSettings;
@@ -49,11 +49,7 @@ impl StreamReader {
     fn outputs(&self, streams: &Tensor) -> Tensor {
         let flat = streams.flatten(1, 2).to_kind(Kind::Float);
         let mean = flat.square().mean_dim(-1, true, Kind::Float);
-        let product = match &self.function {
-            Weight::Stored(stored) => linear(&flat, &Weight::Stored(stored.to_kind(Kind::Float)), None),
-            packed @ Weight::Packed(_) => linear(&flat, packed, None),
-        };
-        product * (mean + self.norm_eps).rsqrt()
+        linear_in_float32(&flat, &self.function) * (mean + self.norm_eps).rsqrt()
     }
 
     /// Part `index` of `outputs`, from output `first` on, with its factor and bias.

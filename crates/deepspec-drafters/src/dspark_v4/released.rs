@@ -43,14 +43,18 @@ pub fn read(
 ) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let block_size = fields.required_size::<u64>("dspark_block_size")?;
     refuse_v4_1(fields, tensors)?;
-    let stages = fields.required_size::<u64>("num_nextn_predict_layers")?;
-    if stages != STAGES {
-        let problem = format!("{stages} stages, but the heads are read from the last one of {STAGES}");
-        return Err(fields.error("num_nextn_predict_layers", problem));
-    }
+    let stages = count_stages(tensors)?;
     for (key, expected) in [("n_shared_experts", 1), ("n_group", 1), ("topk_group", 1)] {
         if let Some(found) = fields.size::<u64>(key)?.filter(|found| *found != expected) {
             return Err(fields.error(key, format!("{found} is not supported; expected {expected}")));
+        }
+    }
+    for (key, problem) in [
+        ("norm_topk_prob", "false is not supported: the weights of the chosen experts have a sum of 1"),
+        ("enable_confidence_head", "false is not supported: the drafter has a confidence head"),
+    ] {
+        if fields.flag(key)? == Some(false) {
+            return Err(fields.error(key, problem));
         }
     }
     fields.require_text_if_present("scoring_func", "sqrtsoftplus")?;
@@ -78,6 +82,22 @@ pub fn read(
     Ok((CheckpointFormat::DeepseekV4, Drafter { num_target_layers, ..drafter }))
 }
 
+/// Number of stages, by their tensors. `num_nextn_predict_layers` does not say it: it is 1 beside three stages.
+fn count_stages(tensors: &Tensors) -> Result<u64, CheckpointError> {
+    let norm = |stage: u64| format!("mtp.{stage}.attn_norm.weight");
+    let stages = (0..=STAGES).take_while(|&stage| tensors.get(&norm(stage)).is_some()).count() as u64;
+    if stages < STAGES {
+        let problem =
+            format!("missing: {stages} stages, but the heads are read from the last one of {STAGES}");
+        return Err(tensors.error(&norm(stages), problem));
+    }
+    if stages > STAGES {
+        let problem = format!("more stages than {STAGES}; the heads are read from the last one of {STAGES}");
+        return Err(tensors.error(&norm(STAGES), problem));
+    }
+    Ok(stages)
+}
+
 /// Refuses the drafter of DeepSeek-V4.1, by the tensors that it has and lacks.
 fn refuse_v4_1(fields: &Fields, tensors: &Tensors) -> Result<(), CheckpointError> {
     let signs = ["mtp.2.markov_head.embed.weight", "mtp.2.markov_head.head.weight"];
@@ -86,8 +106,7 @@ fn refuse_v4_1(fields: &Fields, tensors: &Tensors) -> Result<(), CheckpointError
     if found.is_none() && !fields.map.contains_key(key) {
         return Ok(());
     }
-    let problem =
-        "it marks the drafter of DeepSeek-V4.1, whose hyper-connections sum streams later; it is not read";
+    let problem = "DeepSeek-V4.1's drafter is not read: its hyper-connections sum streams later";
     Err(found.map_or_else(|| fields.error(key, problem), |name| tensors.error(name, problem)))
 }
 
@@ -109,7 +128,11 @@ fn stage_settings(fields: &Fields) -> Result<StageSettings, CheckpointError> {
         num_experts_per_tok: fields.required_size("num_experts_per_tok")?,
         moe_intermediate_size: fields.required_size("moe_intermediate_size")?,
         routed_scaling_factor: number("routed_scaling_factor", usual.routed_scaling_factor)?,
-        swiglu_limit: number("swiglu_limit", usual.swiglu_limit)?,
+        swiglu_limit: match fields.map.get("swiglu_limit") {
+            // No limit.
+            Some(Value::Null) => 0.0,
+            _ => number("swiglu_limit", usual.swiglu_limit)?,
+        },
         hc_mult: fields.required_size("hc_mult")?,
         hc_sinkhorn_iters: fields.required_size::<u64>("hc_sinkhorn_iters")? as usize,
         hc_eps: number("hc_eps", usual.hc_eps)?,

@@ -29,7 +29,7 @@ pub struct DSparkV4Recipe {
     /// Number of token positions in a block, B (`dspark_block_size` of DeepSeek-V4). Every position drafts.
     #[serde(default = "default_block_size")]
     pub block_size: usize,
-    /// Stages, the layers of the drafter (of DeepSeek-V4, too).
+    /// Stages, the layers of the drafter; DeepSeek-V4 has three.
     #[serde(default = "default_stages")]
     pub num_nextn_predict_layers: usize,
     /// A token that never occurs in text; stands for what is to be predicted (`dspark_noise_token_id` of DeepSeek-V4).

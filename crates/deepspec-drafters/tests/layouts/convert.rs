@@ -523,13 +523,32 @@ fn missing_defaults_of_speculators_are_those_of_transformers() {
     assert!(told.contains("layers.0.self_attn.q_proj.weight") && told.contains("512"), "{told}");
 }
 
+/// Engines read such keys of a drafter's own folder, too.
+#[test]
+fn keys_for_engines_leave_a_drafter_as_it_is() {
+    let vanilla = golden("dspark_vanilla");
+    let with_keys = edited(&vanilla, |config| {
+        config["dspark_bonus_anchor"] = json!(true);
+        config["dspark_noise_token_id"] = config["mask_token_id"].clone();
+    });
+    let [plain, found] = [&vanilla, &with_keys].map(|folder| open_checkpoint(folder.path()).unwrap());
+    found.check().unwrap();
+    assert_eq!(
+        (found.format(), found.tensors().iter().count()),
+        (plain.format(), plain.tensors().iter().count())
+    );
+}
+
 #[test]
 fn foreign_bundles_and_models_are_named() {
     let vanilla = golden("dspark_vanilla");
     let told = |change: &dyn Fn(&mut Value)| {
         open_checkpoint(edited(&vanilla, change).path()).map(|_| ()).unwrap_err().to_string()
     };
-    let v4 = told(&|config| config["dspark_block_size"] = json!(5));
+    let v4 = told(&|config| {
+        config["architectures"] = json!(["KimiForCausalLM"]);
+        config["dspark_block_size"] = json!(5);
+    });
     assert!(v4.contains("dspark_block_size") && v4.contains("within DeepSeek-V4 only"), "{v4}");
     let model = told(&|config| config["architectures"] = json!(["Qwen3ForCausalLM"]));
     assert!(model.contains("`architectures`") && model.contains("no drafter of a known format"), "{model}");

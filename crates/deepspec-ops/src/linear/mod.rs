@@ -2,7 +2,7 @@
 
 mod reference;
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::ffi;
 pub use crate::ffi::PackedWeight;
@@ -59,6 +59,15 @@ pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Tensor {
     }
 }
 
+/// `x Wᵀ` as [`linear`], in float32 whatever the dtypes of `x` and the weight are: `[.., input]` to `[.., output]` float32.
+pub fn linear_in_float32(x: &Tensor, weight: &Weight) -> Tensor {
+    let x = x.to_kind(Kind::Float);
+    match weight {
+        Weight::Stored(stored) => linear(&x, &Weight::Stored(stored.to_kind(Kind::Float)), None),
+        Weight::Packed(_) => linear(&x, weight, None), // float32 already
+    }
+}
+
 /// On the CPU libtorch computes a single row on another path than several rows, and the last bit may differ. Without gradients
 /// a single row is therefore computed twice.
 fn stored_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
@@ -89,8 +98,6 @@ pub(crate) fn matmul_into(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) {
 
 #[cfg(test)]
 mod tests {
-    use tch::Kind;
-
     use super::*;
 
     #[test]

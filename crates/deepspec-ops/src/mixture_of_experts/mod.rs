@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::HOST;
 use crate::gated_mlp::{Activation, GatedMlp, gated_mlp};
-use crate::linear::{Weight, linear};
+use crate::linear::{Weight, linear, linear_in_float32};
 
 /// How a router turns its logits into the weights of a row's k experts. The softmax is in float32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,7 +21,8 @@ pub enum RouterScores {
     /// The softmax over the k largest logits.
     SoftmaxOfChosen,
     /// `√softplus(logit)` of the k experts whose score and bias have the largest sums, divided by the sum of the k scores. The
-    /// bias selects, and is no part of the weights (DeepSeek-V4).
+    /// bias selects, and is no part of the weights (DeepSeek-V4). Logits, scores and weights are float32 whatever the dtype of
+    /// the rows is, as in DeepSeek's own code. Otherwise rounded logits would choose other experts.
     SqrtSoftplus,
 }
 
@@ -62,10 +63,14 @@ pub struct MixtureOfExperts<'a> {
 }
 
 impl Router<'_> {
-    /// Weights `[N, k]`, in the dtype of `x [N, d]`, and experts `[N, k]` of each row, in the order of selection.
+    /// Weights `[N, k]` and experts `[N, k]` of each row of `x [N, d]`, in the order of selection. The weights have the dtype of
+    /// `x`, and are float32 with [`RouterScores::SqrtSoftplus`].
     fn route(&self, x: &Tensor) -> (Tensor, Tensor) {
-        let selects = self.scores == RouterScores::SqrtSoftplus;
-        let logits = linear(x, self.weight, self.bias.filter(|_| !selects));
+        let is_wide = self.scores == RouterScores::SqrtSoftplus;
+        let logits = match is_wide {
+            true => linear_in_float32(x, self.weight),
+            false => linear(x, self.weight, self.bias),
+        };
         let largest = |of: &Tensor| of.topk(self.active, -1, true, true);
         let (scores, experts) = match self.scores {
             RouterScores::SoftmaxOverAll { renormalise } => {
@@ -78,14 +83,15 @@ impl Router<'_> {
                 (chosen.softmax(-1, Kind::Float), experts)
             }
             RouterScores::SqrtSoftplus => {
-                let all = logits.to_kind(Kind::Float).softplus().sqrt();
-                let biased = self.bias.map_or_else(|| all.shallow_clone(), |bias| &all + bias);
+                let all = logits.softplus().sqrt();
+                let biased =
+                    self.bias.map_or_else(|| all.shallow_clone(), |bias| &all + bias.to_kind(Kind::Float));
                 let experts = largest(&biased.detach()).1;
                 let scores = all.gather(-1, &experts, false);
                 (&scores / scores.sum_dim_intlist(-1, true, Kind::Float), experts)
             }
         };
-        (scores.to_kind(x.kind()), experts)
+        (if is_wide { scores } else { scores.to_kind(x.kind()) }, experts)
     }
 }
 
@@ -248,6 +254,22 @@ mod tests {
         for (place, logit) in [(0, 0.5), (1, -1.0)] {
             assert!((weights.double_value(&[0, place]) - score(logit) / sum).abs() < 1e-6, "{weights}");
         }
+    }
+
+    /// In bfloat16 both logits would be 256, and both weights 0.5.
+    #[test]
+    fn deepseek_v4_routes_bfloat16_in_float32() {
+        let x = Tensor::from_slice(&[1.0f32, 1.0]).view([1, 2]).to_kind(Kind::BFloat16);
+        let weight = Tensor::from_slice(&[256.0f32, 0.0, 256.0, 0.5]).view([2, 2]).to_kind(Kind::BFloat16);
+        let weight = Weight::Stored(weight);
+        let router = Router { weight: &weight, bias: None, active: 2, scores: RouterScores::SqrtSoftplus };
+        let (weights, experts) = router.route(&x);
+        assert_eq!(
+            (Vec::<i64>::try_from(experts.get(0)).unwrap(), weights.kind()),
+            (vec![1, 0], Kind::Float)
+        );
+        let expected = 256.5f64.sqrt() / (256.5f64.sqrt() + 16.0);
+        assert!((weights.double_value(&[0, 0]) - expected).abs() < 1e-6, "{weights}");
     }
 
     /// Gradients go through rows and weights of the experts.
