@@ -49,6 +49,9 @@ fn drafter(config: &Value) -> Mtp {
     model
 }
 
+/// A change of a target's tensors.
+type Edit<'a> = &'a dyn Fn(&mut Vec<(String, Tensor)>);
+
 /// The target's folder with tensors changed by `edit`.
 fn target(config: &Value, model: &Mtp, edit: impl Fn(&mut Vec<(String, Tensor)>)) -> (TempDir, PathBuf) {
     let root = tempfile::tempdir().unwrap();
@@ -111,7 +114,7 @@ fn a_tied_head_is_the_embedding() {
 fn other_checkpoints_are_refused_by_name() {
     let config = hybrid();
     let model = drafter(&config);
-    let refused = |config: &Value, edit: &dyn Fn(&mut Vec<(String, Tensor)>), words: &[&str]| {
+    let refused = |config: &Value, edit: Edit, words: &[&str]| {
         let (_root, dir) = target(config, &model, edit);
         let problem = extracted(&dir).unwrap_err();
         assert!(words.iter().all(|word| problem.contains(word)), "{words:?} not in: {problem}");
