@@ -211,7 +211,7 @@ fn rules_come_from_a_recipe_or_a_file() {
     inspect(&input, &["--chat-template", &text(&wrong)])
         .fails_with(2, &["wrong.yaml:3", "did you mean `end_of_turn`?"]);
     inspect(&input, &["--chat-template", "llama"])
-        .fails_with(2, &["llama", "qwen, gemma4, llama3, ", "phi4, generation"]);
+        .fails_with(2, &["llama", "qwen, gemma4, llama3, ", "phi4, harmony, generation"]);
     inspect(&input, &["--chat-template", "generation"])
         .fails_with(2, &["no {% generation %} tags", "qwen, gemma4, llama3"]);
     inspect(&dir.path().join("absent"), &[]).fails_with(2, &["absent", "no such file"]);
