@@ -118,7 +118,7 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
 
     /// Whether other tools compute draft layers of `family` in the same way.
     fn has_layers_of(&self, family: Family) -> bool {
-        family.pre_norm && family.qk_norm
+        family.pre_norm && family.qk_norm && !family.may_have_output_gate()
     }
 
     /// Input width of the attention of layer `layer`, as a multiple of the hidden size.

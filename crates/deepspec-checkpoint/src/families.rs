@@ -6,6 +6,8 @@ use std::fmt;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
+use crate::shapes::OUTPUT_GATE_KEY;
+
 /// A family of decoder architectures, for language models and for draft layers.
 #[derive(Debug)]
 pub struct DecoderFamily {
@@ -21,6 +23,13 @@ pub struct DecoderFamily {
     pub qk_norm: bool,
     /// Config keys with the default values that transformers uses if they are missing.
     pub defaults: fn() -> Vec<(&'static str, Value)>,
+}
+
+impl DecoderFamily {
+    /// Whether layers of the family may have a gate on attention's output: its defaults then name the key.
+    pub fn may_have_output_gate(&self) -> bool {
+        (self.defaults)().iter().any(|(key, _)| *key == OUTPUT_GATE_KEY)
+    }
 }
 
 /// A reference to a statically defined family.

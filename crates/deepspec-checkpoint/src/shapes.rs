@@ -62,9 +62,7 @@ pub fn tensor_shapes(path: &Path, drafter: &Drafter) -> Result<Option<TensorShap
     let heads = Heads::of(&fields, drafter)?;
     let [heads, groups, dim] = [heads.query, heads.key_value, heads.dim].map(|size| size as usize);
 
-    // Only families whose defaults name the key read it.
-    let may_have_gate = (drafter.family.defaults)().iter().any(|(key, _)| *key == OUTPUT_GATE_KEY);
-    let has_gate = may_have_gate && fields.flag(OUTPUT_GATE_KEY)?.unwrap_or(true);
+    let has_gate = drafter.family.may_have_output_gate() && fields.flag(OUTPUT_GATE_KEY)?.unwrap_or(true);
     let gates = if has_gate { 2 } else { 1 };
     let mut found = outer.to_vec();
     for layer in 0..drafter.layers {

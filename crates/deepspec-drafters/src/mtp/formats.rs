@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use deepspec_checkpoint::{
-    CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineSupport, Fields, GgufParts,
+    CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineSupport, Family, Fields, GgufParts,
     KindSettings, Reader, Settings, Speculators, TensorShapes, json_map, read_speculative_tokens,
 };
 use serde_json::{Map, Value, json};
@@ -66,6 +66,10 @@ impl KindSettings for MtpSettings {
 
     fn reads_layers(&self) -> bool {
         Self::READS_LAYERS
+    }
+
+    fn has_layers_of(&self, family: Family) -> bool {
+        family.pre_norm && family.qk_norm
     }
 
     fn fc_inputs(&self, drafter: &Drafter) -> usize {

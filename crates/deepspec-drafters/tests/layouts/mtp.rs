@@ -95,5 +95,5 @@ fn other_layouts_and_engines_are_refused() {
         (config["architectures"], config["model_type"]) = (json!(["LlamaMTPModel"]), json!("llama"));
     });
     let told = converted(&llama, CheckpointFormat::Speculators).err().unwrap().to_string();
-    assert!(told.contains("only Qwen3 draft layers"), "{told}");
+    assert!(told.contains("only Qwen3 and Qwen3.5 draft layers"), "{told}");
 }
