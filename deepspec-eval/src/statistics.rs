@@ -142,12 +142,15 @@ impl Estimate {
     }
 
     /// Accepted drafts per cycle, as a share of those of `base`: (τ − 1) / (τ of the base − 1), resample by resample. No value if the
-    /// base accepted none.
+    /// base accepted none. No interval if it accepted none in a resample, for the share has no bound there.
     pub fn gain_over(&self, base: &Self) -> Self {
-        let share = |(new, base): (f64, f64)| if base > 1.0 { (new - 1.0) / (base - 1.0) } else { f64::NAN };
-        let value = self.value.zip(base.value).map(share).filter(|share| !share.is_nan());
-        let resampled =
-            self.resampled.iter().copied().zip(base.resampled.iter().copied()).map(share).collect();
+        let share = |(new, base): (f64, f64)| (new - 1.0) / (base - 1.0);
+        let value = self.value.zip(base.value).filter(|&(_, base)| base > 1.0).map(share);
+        let resampled = if base.resampled.iter().any(|&base| base <= 1.0) {
+            vec![]
+        } else {
+            self.resampled.iter().copied().zip(base.resampled.iter().copied()).map(share).collect()
+        };
         Self { value, resampled }
     }
 

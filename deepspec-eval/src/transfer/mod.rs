@@ -13,6 +13,7 @@ use deepspec_datasets::suites::Domain;
 use deepspec_hub::{HubError, model_dir};
 
 use crate::compare::LabelledResult;
+use crate::results::Results;
 use crate::run::{self, Dtype, Switch};
 use checks::Fit;
 use report::Transfer;
@@ -34,7 +35,7 @@ pub struct Args {
     target: String,
     /// The model that the drafter was trained for. With it the table shows the kept share: accepted drafts per cycle (τ − 1) with
     /// --target over those with --base. Rules of thumb: from 90 % serve the drafter as it is, from 50 % fine-tune it with LoRA,
-    /// below train anew
+    /// below train anew. There is no advice if the interval of τ with --base reaches 1.05 or less
     #[arg(long, value_name = "B")]
     base: Option<String>,
     /// Suites to score, or JSONL files of rows like {"turns": ["…"]}, in addition to --domain
@@ -97,6 +98,12 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if args.draft == "none" {
         usage!("--draft none: there is nothing to transfer; name a drafter");
     }
+    if args.draft == "mtp" {
+        usage!(
+            "--draft mtp is the MTP layer of each target, not one drafter for both; write that of the base with `deepspec-eval \
+             checkpoint extract-mtp` and give its folder"
+        );
+    }
     evaluation(&args.target, TARGET_FOLDER).check()?;
     let draft = fetch("--draft", &args.draft)?;
     let target = fetch("--target", &args.target)?;
@@ -119,12 +126,11 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(crate::output::print(&text)?)
 }
 
-/// Runs an evaluation, or reads its results if it is finished.
+/// Runs an evaluation unless it is finished, and reads its results.
 fn evaluated(args: &run::Args, folder: &str, verbosity: Verbosity) -> anyhow::Result<LabelledResult> {
-    match run::evaluate(args, verbosity)? {
-        Some(results) => Ok(LabelledResult::new(folder.into(), args.output_dir.clone(), results)),
-        None => usage!("the evaluation was left to a worker"),
-    }
+    run::evaluate(args, verbosity)?;
+    let results = Results::read(&args.output_dir)?;
+    Ok(LabelledResult::new(folder.into(), args.output_dir.clone(), results))
 }
 
 /// Arguments of `run` with its defaults.

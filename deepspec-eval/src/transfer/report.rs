@@ -4,7 +4,7 @@ use deepspec_datasets::suites::Domain;
 use serde::Serialize;
 
 use super::Args;
-use super::checks::Fit;
+use super::checks::{Fit, InitFrom};
 use crate::compare::LabelledResult;
 use crate::statistics::{Estimate, Interval};
 use crate::table::{Table, number, range};
@@ -14,13 +14,23 @@ const SERVE_FROM: f64 = 0.9;
 /// From this kept share on, LoRA is tried before training anew. A rule of thumb.
 const LORA_FROM: f64 = 0.5;
 
+/// There is no advice if the interval of the base's τ reaches this or less: the share of few accepted drafts tells little.
+const BASE_ABOVE: f64 = 1.05;
+
 /// What to do with a drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Advice {
+    /// Serve it as it is.
     Serve,
+    /// Fine-tune it with LoRA.
     Lora,
+    /// Train all weights, from the drafter's.
     TrainAnew,
+    /// Train a new drafter, for `train.init_from` refuses this one.
+    TrainNew,
+    /// Take another kind of drafter, for this one is not trained here.
+    OtherKind,
 }
 
 /// A value with its 95 % bootstrap interval over prompts.
@@ -43,11 +53,12 @@ struct Row {
     advice: Option<Advice>,
 }
 
-/// The kept shares from which advice changes.
+/// The kept shares from which advice changes, and the τ that the base's interval must be above.
 #[derive(Debug, Clone, Copy, Serialize)]
 struct Thresholds {
     serve_from: f64,
     lora_from: f64,
+    base_above: f64,
 }
 
 /// Findings of the command.
@@ -96,23 +107,25 @@ impl Transfer {
         let mean = |name: &str, pairs: &[&Pair]| {
             let base: Option<Vec<&Estimate>> = pairs.iter().map(|pair| pair.base.as_ref()).collect();
             let base = base.map(Estimate::mean);
-            Row::new(name, &Estimate::mean(pairs.iter().map(|pair| &pair.target)), base.as_ref())
+            let target = Estimate::mean(pairs.iter().map(|pair| &pair.target));
+            Row::new(name, &target, base.as_ref(), fit.init_from)
         };
         let of = |domain| pairs.iter().filter(|pair| pair.domain == domain).collect::<Vec<_>>();
         let domains = Domain::ALL.into_iter().map(|domain| (domain, of(domain)));
+        let suite = |pair: &Pair| Row::new(&pair.name, &pair.target, pair.base.as_ref(), fit.init_from);
         Self {
             draft: args.draft.clone(),
             target: args.target.clone(),
             base: args.base.clone(),
             block_size: new.results.drafter.as_ref().map(|drafter| drafter.block_size),
-            fit,
-            thresholds: Thresholds { serve_from: SERVE_FROM, lora_from: LORA_FROM },
+            thresholds: Thresholds { serve_from: SERVE_FROM, lora_from: LORA_FROM, base_above: BASE_ABOVE },
             domains: domains
                 .filter(|(_, pairs)| !pairs.is_empty())
                 .map(|(domain, pairs)| mean(domain.name(), &pairs))
                 .collect(),
             overall: mean("overall", &pairs.iter().collect::<Vec<_>>()),
-            suites: pairs.iter().map(|pair| Row::new(&pair.name, &pair.target, pair.base.as_ref())).collect(),
+            suites: pairs.iter().map(suite).collect(),
+            fit,
         }
     }
 
@@ -137,62 +150,108 @@ impl Transfer {
         text + "\n"
     }
 
-    /// What the numbers say.
+    /// What the files and the numbers say.
     fn words(&self) -> Vec<String> {
-        let mut said = vec![];
-        for (what, moved) in [("embedding", self.fit.embedding), ("LM head", self.fit.lm_head)] {
-            if let Some(moved) = moved {
-                said.push(format!("The target's {what}: {}.", moved.words()));
-            }
-        }
-        if self.fit.same_template == Some(false) {
-            said.push("! The chat templates of --base and --target differ, and so do the prompts.".into());
+        let mut said = self.words_of_files();
+        if self.base.is_none() {
+            said.push("This tells nothing of what was lost; name the model that the drafter was trained for: --base.".into());
+            return said;
         }
         let Some((advice, kept)) = self.overall.advice.zip(self.overall.kept) else {
-            said.push(match &self.base {
-                Some(_) => "! No kept share: with --base no draft was accepted, or nothing was drafted.".into(),
-                None => "This tells nothing of what was lost; name the model that the drafter was trained for: --base.".into(),
-            });
+            said.push(format!(
+                "! No advice: the drafter hardly drafts for --base. The interval of its τ must be above {BASE_ABOVE}."
+            ));
             return said;
         };
-        let share = percent(kept.value);
-        said.push(match advice {
-            Advice::Serve => format!("It keeps {share} of the accepted drafts: serve it as it is."),
-            Advice::Lora => format!(
-                "It keeps {share} of the accepted drafts: fine-tune it with LoRA on the new target's answers (train.lora)."
-            ),
-            Advice::TrainAnew => format!(
-                "It keeps {share} of the accepted drafts: train anew for the new target, from this drafter's weights (train.init_from)."
-            ),
-        });
-        let unlike: Vec<&str> = self
-            .suites
-            .iter()
-            .filter(|row| row.advice != Some(advice))
-            .map(|row| row.name.as_str())
-            .collect();
+        said.push(format!("It keeps {} of the accepted drafts: {}.", percent(kept.value), advice.sentence()));
+        let suites = |wanted: &dyn Fn(Option<Advice>) -> bool| {
+            let rows = self.suites.iter().filter(|row| wanted(row.advice));
+            rows.map(|row| row.name.as_str()).collect::<Vec<_>>().join(", ")
+        };
+        let unlike = suites(&|other| other.is_some_and(|other| other != advice));
         if !unlike.is_empty() {
-            said.push(format!("Other advice for {}: see the table.", unlike.join(", ")));
+            said.push(format!("Other advice for {unlike}: see the table."));
         }
-        let is_unsure = kept
-            .interval
-            .is_some_and(|Interval { low, high }| Advice::of_share(low) != Advice::of_share(high));
-        if is_unsure {
-            said.push("The interval includes other advice; more prompts make it narrower.".into());
+        let without = suites(&|other| other.is_none());
+        if !without.is_empty() {
+            said.push(format!("No advice for {without}: the drafter hardly drafts there for --base."));
         }
+        let of_share = |share| Advice::of_share(share, self.fit.init_from);
+        match kept.interval {
+            None => {
+                said.push("! There is no interval: the advice rests on too few prompts. Score more.".into())
+            }
+            Some(Interval { low, high }) if of_share(low) != of_share(high) => {
+                said.push("The interval includes other advice; more prompts make it narrower.".into());
+            }
+            Some(_) => {}
+        }
+        let below = match self.fit.init_from {
+            InitFrom::Possible => format!(", from {:.0} % LoRA, below train anew", 100.0 * LORA_FROM),
+            InitFrom::OwnMatrices | InitFrom::NotTrainedHere => ", below replace".into(),
+        };
         said.push(format!(
-            "Kept is (τ new − 1) / (τ base − 1). Rules of thumb: from {} serve, from {} LoRA, below train anew.",
-            percent(Some(SERVE_FROM)),
-            percent(Some(LORA_FROM))
+            "Kept is (τ new − 1) / (τ base − 1). Rules of thumb: from {:.0} % serve{below}.",
+            100.0 * SERVE_FROM
         ));
+        said
+    }
+
+    /// What the files say.
+    fn words_of_files(&self) -> Vec<String> {
+        let (mut said, fit) = (vec![], &self.fit);
+        let from = if self.base.is_some() { "that of --base" } else { "the drafter's copy" };
+        for (what, moved) in [("embedding", fit.embedding), ("LM head", fit.lm_head)] {
+            if let Some(moved) = moved {
+                said.push(format!("The target's {what}: {}.", moved.words(from)));
+            }
+        }
+        if self.base.is_none() && fit.may_own_matrices {
+            let what = if fit.embedding.is_some() { "LM head" } else { "embedding and LM head" };
+            said.push(format!(
+                "Its {what} may be the drafter's own, and movement is measured with --base only."
+            ));
+        }
+        if fit.copies_differ_from_base == Some(true) {
+            said.push(
+                "! The drafter's copies of embedding and LM head are not those of --base; --base may not be the model that the drafter \
+                 was trained for."
+                    .into(),
+            );
+        }
+        if fit.copies_differ_from_target == Some(true) {
+            said.push(
+                "! Engines use the embedding and LM head of the target that they serve; this evaluation uses the drafter's copies. They \
+                 differ, so `checkpoint convert` for an engine refuses the drafter with this target."
+                    .into(),
+            );
+        }
+        if let Some(first) = fit.other_special_tokens.first() {
+            let more = match fit.other_special_tokens.len() - 1 {
+                0 => String::new(),
+                more => format!(", and {more} more"),
+            };
+            said.push(format!(
+                "! Special or reserved tokens of --target are others than those of --base: {first}{more}."
+            ));
+        }
+        if fit.same_template == Some(false) {
+            said.push("! The chat templates of --base and --target differ, and so do the prompts.".into());
+        }
         said
     }
 }
 
 impl Row {
-    fn new(name: &str, target: &Estimate, base: Option<&Estimate>) -> Self {
+    fn new(name: &str, target: &Estimate, base: Option<&Estimate>, init_from: InitFrom) -> Self {
         let kept = base.map(|base| target.gain_over(base));
-        let advice = kept.as_ref().and_then(|kept| kept.value).map(Advice::of_share);
+        // Without an interval the value decides.
+        let lowest = base.and_then(|base| base.interval().map_or(base.value, |interval| Some(interval.low)));
+        let advice = kept
+            .as_ref()
+            .and_then(|kept| kept.value)
+            .filter(|_| lowest.is_some_and(|tau| tau > BASE_ABOVE))
+            .map(|share| Advice::of_share(share, init_from));
         Self {
             name: name.into(),
             base: base.map(Figure::new),
@@ -225,11 +284,14 @@ impl Figure {
 }
 
 impl Advice {
-    fn of_share(kept: f64) -> Self {
-        match kept {
-            kept if kept >= SERVE_FROM => Self::Serve,
-            kept if kept >= LORA_FROM => Self::Lora,
-            _ => Self::TrainAnew,
+    fn of_share(kept: f64, init_from: InitFrom) -> Self {
+        // Rounded as it is printed, so that a printed border is never beside the advice for less.
+        match ((kept * 1000.0).round() / 1000.0, init_from) {
+            (kept, _) if kept >= SERVE_FROM => Self::Serve,
+            (_, InitFrom::OwnMatrices) => Self::TrainNew,
+            (_, InitFrom::NotTrainedHere) => Self::OtherKind,
+            (kept, InitFrom::Possible) if kept >= LORA_FROM => Self::Lora,
+            (_, InitFrom::Possible) => Self::TrainAnew,
         }
     }
 
@@ -239,10 +301,121 @@ impl Advice {
             Self::Serve => "serve",
             Self::Lora => "LoRA",
             Self::TrainAnew => "anew",
+            Self::TrainNew => "replace",
+            Self::OtherKind => "other",
+        }
+    }
+
+    /// The advice in a sentence.
+    fn sentence(self) -> &'static str {
+        match self {
+            Self::Serve => "serve it as it is",
+            Self::Lora => "fine-tune it with LoRA on the new target's answers (train.lora)",
+            Self::TrainAnew => "train anew for the new target, from this drafter's weights (train.init_from)",
+            Self::TrainNew => {
+                "train a new drafter without train.init_from, which refuses this one. Its LM head or embedding is its own and is not \
+                 trained further"
+            }
+            Self::OtherKind => {
+                "this kind is not trained here, so train a drafter of another kind for the new target"
+            }
         }
     }
 }
 
+/// A share in percent with one decimal.
 fn percent(share: Option<f64>) -> String {
-    share.map_or_else(|| number(None, 0), |share| format!("{:.0} %", 100.0 * share))
+    share.map_or_else(|| number(None, 0), |share| format!("{:.1} %", 100.0 * share))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is said of one suite with these τ, each with its resamples.
+    fn said(target: (f64, &[f64]), base: (f64, &[f64]), init_from: InitFrom) -> (Row, String) {
+        let [target, base] =
+            [target, base].map(|(value, resampled)| Estimate::new(value, resampled.to_vec()));
+        let row = Row::new("suite", &target, Some(&base), init_from);
+        let found = Transfer {
+            draft: "d".into(),
+            target: "t".into(),
+            base: Some("b".into()),
+            block_size: None,
+            fit: Fit {
+                embedding: None,
+                lm_head: None,
+                copies_differ_from_base: None,
+                copies_differ_from_target: None,
+                may_own_matrices: false,
+                init_from,
+                other_special_tokens: vec![],
+                same_template: None,
+            },
+            thresholds: Thresholds { serve_from: SERVE_FROM, lora_from: LORA_FROM, base_above: BASE_ABOVE },
+            suites: vec![row.clone()],
+            domains: vec![],
+            overall: row.clone(),
+        };
+        (row, found.words().join("\n"))
+    }
+
+    #[test]
+    fn an_interval_with_other_advice_is_told() {
+        let base = (3.0, &[3.0, 3.0][..]);
+        let (row, words) = said((2.7, &[2.5, 2.9]), base, InitFrom::Possible);
+        assert_eq!(row.advice, Some(Advice::Lora));
+        assert!(
+            words.contains("keeps 85.0 %") && words.contains("The interval includes other advice"),
+            "{words}"
+        );
+        let (_, words) = said((2.7, &[2.6, 2.7]), base, InitFrom::Possible);
+        assert!(words.contains("train.lora") && !words.contains("interval"), "{words}");
+        let (row, words) = said((2.7, &[]), (3.0, &[]), InitFrom::Possible);
+        assert_eq!(row.advice, Some(Advice::Lora));
+        assert!(words.contains("too few prompts"), "{words}");
+    }
+
+    #[test]
+    fn printed_shares_and_advice_agree() {
+        let kept = |share: f64| said((1.0 + 2.0 * share, &[]), (3.0, &[]), InitFrom::Possible);
+        for (share, printed, advice) in [
+            (0.8996, "90.0 %", Advice::Serve),
+            (0.896, "89.6 %", Advice::Lora),
+            (0.4996, "50.0 %", Advice::Lora),
+            (0.499, "49.9 %", Advice::TrainAnew),
+        ] {
+            let (row, words) = kept(share);
+            assert_eq!(row.advice, Some(advice), "{share}");
+            assert!(words.contains(&format!("keeps {printed}")), "{words}");
+        }
+    }
+
+    #[test]
+    fn a_base_with_hardly_a_draft_gives_no_advice() {
+        let (row, words) = said((1.2, &[1.1, 1.3]), (1.2, &[1.04, 1.3]), InitFrom::Possible);
+        assert!(row.advice.is_none() && row.kept.unwrap().interval.is_some());
+        assert!(words.contains("hardly drafts for --base") && words.contains("1.05"), "{words}");
+        // A resample without accepted drafts makes the interval unknown.
+        let (row, _) =
+            said((2.0, &[2.0; 200]), (2.0, &[[2.0; 199].as_slice(), &[1.0]].concat()), InitFrom::Possible);
+        assert!(row.advice.is_some() && row.kept.unwrap().interval.is_none());
+        let (row, words) = said((1.5, &[]), (1.0, &[]), InitFrom::Possible);
+        assert!(row.advice.is_none() && row.kept.unwrap().value.is_none(), "{words}");
+    }
+
+    #[test]
+    fn advice_can_be_followed() {
+        for (tau, init_from, advice, told) in [
+            (2.95, InitFrom::OwnMatrices, Advice::Serve, "serve it as it is"),
+            (2.5, InitFrom::OwnMatrices, Advice::TrainNew, "without train.init_from, which refuses this one"),
+            (1.5, InitFrom::NotTrainedHere, Advice::OtherKind, "this kind is not trained here"),
+            (1.5, InitFrom::Possible, Advice::TrainAnew, "(train.init_from)"),
+        ] {
+            let (row, words) = said((tau, &[tau; 2]), (3.0, &[3.0; 2]), init_from);
+            assert_eq!(row.advice, Some(advice));
+            assert!(words.contains(told), "{words}");
+            assert_eq!(words.contains("LoRA"), init_from == InitFrom::Possible, "{words}");
+        }
+    }
 }
