@@ -16,7 +16,7 @@ use serde_json::Map;
 use crate::error::TextError;
 use crate::generation;
 use crate::json::tojson;
-use crate::message::Message;
+use crate::message::{Message, REASONING_FIELDS, Role};
 use crate::rendering::{self, MAX_WIDTH, too_wide_error};
 
 /// Inputs of a rendering besides the messages.
@@ -92,12 +92,22 @@ pub(crate) struct JinjaTemplates {
     environment: Arc<Environment<'static>>,
     origin: PathBuf,
     has_generation_tags: bool,
-    /// Whether a template reads reasoning from `message.thinking`, as that of gpt-oss.
-    reads_thinking: bool,
+    /// Names of the templates that read reasoning from `message.thinking` alone, as that of gpt-oss.
+    thinking_readers: Vec<String>,
 }
 
 /// The expression by which templates read reasoning that others call `reasoning_content`.
 const THINKING: &str = "message.thinking";
+
+/// Whether a template reads reasoning from [`THINKING`], and not from `reasoning_content`.
+fn reads_thinking(template: &str) -> bool {
+    template.contains(THINKING) && !template.contains(REASONING_FIELDS[0])
+}
+
+/// Whether an assistant's message has text and reasoning beside tool calls.
+fn has_both_beside_calls(message: &Message) -> bool {
+    !message.content.is_empty() && message.reasoning_content.is_some() && !message.tool_calls().is_empty()
+}
 
 impl JinjaTemplates {
     /// Compiles `(name, template)` pairs from the file `origin`; one must be called `default`.
@@ -123,14 +133,15 @@ impl JinjaTemplates {
             generation::insert_marks(&text, &marks)
         });
         let mut has_generation_tags = false;
-        let reads_thinking = templates.iter().any(|(_, template)| template.contains(THINKING));
+        let thinking_readers = templates.iter().filter(|(_, template)| reads_thinking(template));
+        let thinking_readers = thinking_readers.map(|(name, _)| name.clone()).collect();
         for (name, template) in templates {
             let (template, found) = generation::replace_generation_tags(&template);
             has_generation_tags |= found && name == DEFAULT_TEMPLATE;
             environment.add_template_owned(name, template).map_err(syntax)?;
         }
         let (environment, origin) = (Arc::new(environment), origin.to_path_buf());
-        Ok(Self { environment, origin, has_generation_tags, reads_thinking })
+        Ok(Self { environment, origin, has_generation_tags, thinking_readers })
     }
 
     /// Whether the default template has `{% generation %}` tags.
@@ -177,6 +188,9 @@ impl JinjaTemplates {
         if text == plain { Ok((plain, places)) } else { Err(moved()) }
     }
 
+    /// [`JinjaTemplates::render`] with marks around generation ranges. The template of gpt-oss refuses
+    /// messages with text and reasoning beside tool calls. If their reasoning is the cause of a
+    /// refusal, the error names the first of them.
     fn render_with_marks(
         &self,
         messages: &[Message],
@@ -185,8 +199,38 @@ impl JinjaTemplates {
         now: DateTime<Utc>,
         marks: Option<[char; 2]>,
     ) -> Result<String, TextError> {
+        let rendered = self.render_once(messages, options, tokens, now, marks);
+        let Err(TextError::Refused { path, message }) = rendered else { return rendered };
+        let mut assistants = messages.iter().filter(|message| message.role == Role::Assistant);
+        let Some(place) = assistants.position(has_both_beside_calls) else {
+            return Err(TextError::Refused { path, message });
+        };
+        let mut without_reasoning = messages.to_vec();
+        for message in without_reasoning.iter_mut().filter(|message| has_both_beside_calls(message)) {
+            message.reasoning_content = None;
+        }
+        let hint = match self.render_once(&without_reasoning, options, tokens, now, marks) {
+            Ok(_) => format!(
+                " (assistant message {} has `content` and reasoning beside `tool_calls`; remove one of the two)",
+                place + 1
+            ),
+            Err(_) => String::new(),
+        };
+        Err(TextError::Refused { path, message: message + &hint })
+    }
+
+    fn render_once(
+        &self,
+        messages: &[Message],
+        options: &RenderOptions,
+        tokens: &[(&'static str, String)],
+        now: DateTime<Utc>,
+        marks: Option<[char; 2]>,
+    ) -> Result<String, TextError> {
+        let has_tools = options.tools.is_some() && self.environment.get_template(TOOL_USE_TEMPLATE).is_ok();
+        let template = if has_tools { TOOL_USE_TEMPLATE } else { DEFAULT_TEMPLATE };
         let mut messages = Cow::Borrowed(messages);
-        if self.reads_thinking {
+        if self.thinking_readers.iter().any(|name| name == template) {
             for message in messages.to_mut() {
                 let thinking =
                     message.reasoning_content.clone().map(|thinking| ("thinking".into(), thinking.into()));
@@ -205,8 +249,6 @@ impl JinjaTemplates {
         ];
         let marks = marks.map(|marks| (generation::MARKS_VARIABLE, Value::from(String::from_iter(marks))));
         let context = Value::from_pairs(tokens.chain(kwargs).chain(ours).chain(marks));
-        let has_tools = options.tools.is_some() && self.environment.get_template(TOOL_USE_TEMPLATE).is_ok();
-        let template = if has_tools { TOOL_USE_TEMPLATE } else { DEFAULT_TEMPLATE };
         rendering::render(&self.environment, template, context).map_err(|source| self.to_text_error(source))
     }
 
@@ -242,7 +284,6 @@ fn strftime(now: DateTime<Utc>, format: &str) -> Result<String, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::message::Role;
     use serde_json::json;
 
     fn render(template: &str, options: &RenderOptions) -> Result<String, TextError> {

@@ -5,7 +5,10 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_models::chat_formats;
-use deepspec_text::{ChatTemplate, ChatTokenizer, Conversation, check_loss_mask, supervise};
+use deepspec_text::{
+    ChatTemplate, ChatTokenizer, Conversation, Message, Problem, RenderOptions, RowFindings, TextError,
+    check_loss_mask, supervise,
+};
 use serde_json::json;
 
 const TINY: &str = "../../assets/tiny-target";
@@ -55,75 +58,157 @@ const FORMATS: [(&str, &str, [&str; 2]); 6] = [
     ),
 ];
 
-/// Harmony as gpt-oss's template writes it: reasoning of the last answer and of tool calls only, and the end of turn
-/// behind the last answer only.
+/// Harmony as gpt-oss's template writes it. The last answer has its reasoning and the end of turn behind it. A tool call
+/// has its reasoning, or its content in place of it, unless an answer follows anywhere later. Both are refused.
 const HARMONY: &str = "\
     {{- '<|start|>system<|message|>Reasoning: medium\n\n# Valid channels: analysis, commentary, final.<|end|>' -}}\
-    {%- macro thought(message) -%}{%- if message.thinking -%}\
-    {{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{%- endif -%}{%- endmacro -%}\
+    {%- macro write(author, text, end='<|end|>') -%}{{ '<|start|>' + author + '<|message|>' + text + end }}{%- endmacro -%}\
+    {%- set called = namespace(name='') -%}\
     {%- for message in messages -%}{%- set is_last = loop.last and not add_generation_prompt -%}\
-    {%- if message.role == 'system' -%}\
-    {{ '<|start|>developer<|message|># Instructions\n\n' + message.content + '<|end|>' }}\
+    {%- if message.role == 'system' -%}{{ write('developer', '# Instructions\n\n' + message.content) }}\
+    {%- elif message.role == 'user' -%}{{ write('user', message.content) }}\
     {%- elif message.role == 'tool' -%}\
-    {{ '<|start|>functions.' + message.name + ' to=assistant<|channel|>commentary<|message|>' + message.content + '<|end|>' }}\
-    {%- elif message.tool_calls -%}{%- set call = message.tool_calls[0].function -%}{{ thought(message) }}\
-    {{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}\
-    {{- call.arguments | tojson + '<|call|>' }}\
-    {%- elif message.role == 'assistant' -%}{%- if is_last -%}{{ thought(message) }}{%- endif -%}\
-    {{ '<|start|>assistant<|channel|>final<|message|>' + message.content + ('<|return|>' if is_last else '<|end|>') }}\
-    {%- else -%}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{%- endif -%}\
-    {%- endfor -%}{%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}";
+    {%- if not called.name -%}{{ raise_exception('A result without a call.') }}{%- endif -%}\
+    {{ write('functions.' + called.name + ' to=assistant<|channel|>commentary', message.content | tojson) }}\
+    {%- elif 'tool_calls' in message -%}\
+    {%- set answers = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | rejectattr('tool_calls') -%}\
+    {%- if message.content and message.thinking -%}{{ raise_exception('Content or thinking, not both.') }}{%- endif -%}\
+    {%- set thought = message.content or message.thinking -%}\
+    {%- if thought and not answers | list -%}{{ write('assistant<|channel|>analysis', thought) }}{%- endif -%}\
+    {%- set call = message.tool_calls[0].function -%}{%- set called.name = call.name -%}\
+    {{ write('assistant to=functions.' + call.name + '<|channel|>commentary json', call.arguments | tojson, '<|call|>') }}\
+    {%- else -%}{%- set called.name = '' -%}\
+    {%- if is_last and message.thinking -%}{{ write('assistant<|channel|>analysis', message.thinking) }}{%- endif -%}\
+    {{ write('assistant<|channel|>final', message.content, '<|return|>' if is_last else '<|end|>') }}\
+    {%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}";
 
-/// The tiny target's tokenizer with another template.
-fn tokenizer(template: &str) -> ChatTokenizer {
+/// The tiny target's tokenizer with another template, or with a list of named ones.
+fn tokenizer(template: impl Into<serde_json::Value>) -> ChatTokenizer {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join(TINY);
     let dir = tempfile::tempdir().unwrap();
     let mut config: serde_json::Value =
         serde_json::from_slice(&fs::read(tiny.join("tokenizer_config.json")).unwrap()).unwrap();
-    config["chat_template"] = json!(template);
+    config["chat_template"] = template.into();
     fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
     fs::copy(tiny.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
     ChatTokenizer::load(dir.path()).unwrap()
+}
+
+/// A call of the function `add`, in Harmony.
+const ADD: &str =
+    "assistant to=functions.add<|channel|>commentary json<|message|>{\"a\": 1, \"b\": 1}<|call|>";
+
+/// A conversation with an answer and a call, which has the given texts and a result.
+fn row_with_call(content: &str, reasoning: &str) -> serde_json::Value {
+    json!({"conversations": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello.", "thinking": "Dropped."},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]},
+        {"role": "tool", "name": "add", "content": "2"},
+    ]})
+}
+
+/// Adds a message to a row.
+fn push(row: &mut serde_json::Value, message: serde_json::Value) {
+    row["conversations"].as_array_mut().unwrap().push(message);
+}
+
+/// The supervised text of a row under the format `harmony`, and what the check finds. Spans follow each other.
+fn taught_by_harmony(row: &serde_json::Value) -> Result<(String, RowFindings), TextError> {
+    let tokenizer = tokenizer(HARMONY);
+    let harmony = ChatTemplate::from_name("harmony", &chat_formats()).unwrap();
+    let conversation = Conversation::from_row(row.as_object().unwrap()).unwrap();
+    let supervised = supervise(&tokenizer, &harmony, &conversation, 512)?;
+    let ids = supervised.input_ids.iter().zip(&supervised.loss_mask);
+    let ids: Vec<i64> = ids.filter_map(|(id, taught)| taught.then_some(*id)).collect();
+    let checked = check_loss_mask(&tokenizer, &harmony, &conversation, &supervised)?;
+    Ok((tokenizer.decode(&ids, false).unwrap(), checked))
 }
 
 /// All channels of the assistant are learned, with the marks that the model generates between them. Instructions, the
 /// user's words and results of tools are not.
 #[test]
 fn all_channels_of_harmony_are_learned() {
-    let tokenizer = tokenizer(HARMONY);
-    let harmony = ChatTemplate::from_name("harmony", &chat_formats()).unwrap();
-    let mut row = json!({"conversations": [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello.", "thinking": "Dropped."},
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": "", "thinking": "Add them.", "tool_calls": [
-            {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]},
-        {"role": "tool", "name": "add", "content": "2"},
-        {"role": "assistant", "content": "Two.", "reasoning_content": "It says 2."},
-    ]});
-    let taught = |row: &serde_json::Value| {
-        let conversation = Conversation::from_row(row.as_object().unwrap()).unwrap();
-        let supervised = supervise(&tokenizer, &harmony, &conversation, 512).unwrap();
-        let ids = supervised.input_ids.iter().zip(&supervised.loss_mask);
-        let ids: Vec<i64> = ids.filter_map(|(id, taught)| taught.then_some(*id)).collect();
-        let checked = check_loss_mask(&tokenizer, &harmony, &conversation, &supervised).unwrap();
-        assert!(checked.problems.is_empty(), "{:?}", checked.problems);
-        (tokenizer.decode(&ids, false).unwrap(), checked.reasoning_left_out)
-    };
-    let expected = [
-        "<|channel|>final<|message|>Hello.<|end|>",
-        "<|channel|>analysis<|message|>Add them.<|end|>",
-        "<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{\"a\": 1, \"b\": 1}<|call|>",
-        "<|channel|>analysis<|message|>It says 2.<|end|>",
-        "<|start|>assistant<|channel|>final<|message|>",
-    ];
+    let hello = "<|channel|>final<|message|>Hello.<|end|>";
+    let add = ADD.strip_prefix("assistant").unwrap();
+    let says = "<|channel|>analysis<|message|>It says 2.<|end|><|start|>assistant<|channel|>final<|message|>";
+    let mut row = row_with_call("", "");
+    push(&mut row, json!({"role": "assistant", "content": "Two.", "reasoning_content": "It says 2."}));
+    let (taught, checked) = taught_by_harmony(&row).unwrap();
+    assert_eq!(taught, format!("{hello}{add}{says}Two.<|return|>"));
     // The template drops the first answer's reasoning.
-    assert_eq!(taught(&row), (expected.concat() + "Two.<|return|>", 1));
+    assert_eq!((checked.problems, checked.reasoning_left_out), (vec![], 1));
     // A cut answer is learned up to its last word, and an empty one is not.
     row["conversations"][6]["finish_reason"] = json!("length");
-    assert_eq!(taught(&row).0, expected.concat() + "Two.");
+    assert_eq!(taught_by_harmony(&row).unwrap().0, format!("{hello}{add}{says}Two."));
     row["conversations"][2]["content"] = json!("");
-    assert_eq!(taught(&row).0, expected[1..].concat() + "Two.");
+    assert_eq!(taught_by_harmony(&row).unwrap().0, format!("{add}{says}Two."));
+}
+
+/// The template writes the reasoning of calls up to the next answer. Once that answer is there, the training text lacks
+/// the reasoning that its served prompt has, and the check says so.
+#[test]
+fn reasoning_of_harmony_calls_is_learned_until_an_answer_follows() {
+    let hello = "<|channel|>final<|message|>Hello.<|end|>";
+    let call_after = |thought: &str| format!("<|channel|>analysis<|message|>{thought}<|end|><|start|>{ADD}");
+    let mut row = row_with_call("", "Add them.");
+    let again = row_with_call("", "Once more.")["conversations"][4].take();
+    push(&mut row, again);
+    let (taught, checked) = taught_by_harmony(&row).unwrap();
+    assert_eq!(taught, format!("{hello}{}{}", call_after("Add them."), call_after("Once more.")));
+    assert_eq!((checked.problems, checked.reasoning_left_out), (vec![], 1));
+
+    let mut row = row_with_call("", "Add them.");
+    push(&mut row, json!({"role": "assistant", "content": "Two."}));
+    let (taught, checked) = taught_by_harmony(&row).unwrap();
+    let add = ADD.strip_prefix("assistant").unwrap();
+    assert_eq!(taught, format!("{hello}{add}<|channel|>final<|message|>Two.<|return|>"));
+    assert_eq!(checked.reasoning_left_out, 2);
+    assert!(matches!(&checked.problems[..], [Problem::Served { index: 6, .. }]), "{:?}", checked.problems);
+}
+
+/// Content of a call takes the place of its reasoning. A row with both is refused, and the error names the message.
+#[test]
+fn content_of_harmony_calls_is_analysis() {
+    let (taught, checked) = taught_by_harmony(&row_with_call("I add.", "")).unwrap();
+    let analysis = "<|channel|>analysis<|message|>I add.<|end|>";
+    assert_eq!(taught, format!("<|channel|>final<|message|>Hello.<|end|>{analysis}<|start|>{ADD}"));
+    assert!(checked.problems.is_empty(), "{:?}", checked.problems);
+
+    let mut row = row_with_call("I add.", "");
+    push(&mut row, json!({"role": "assistant", "content": "Two."}));
+    let problems = taught_by_harmony(&row).unwrap().1.problems;
+    assert!(matches!(problems[0], Problem::Rewritten { index: 4, part: "answer", .. }), "{problems:?}");
+
+    let mut row = row_with_call("I add.", "Add them.");
+    let refused = taught_by_harmony(&row).unwrap_err().to_string();
+    let hint = "(assistant message 2 has `content` and reasoning beside `tool_calls`; remove one of the two)";
+    assert!(
+        refused.ends_with(&format!("refuses the conversation: Content or thinking, not both. {hint}")),
+        "{refused}"
+    );
+    // Another cause of a refusal is named alone.
+    row["conversations"].as_array_mut().unwrap().insert(4, json!({"role": "tool", "content": "2"}));
+    let refused = taught_by_harmony(&row).unwrap_err().to_string();
+    assert!(refused.ends_with("A result without a call."), "{refused}");
+}
+
+/// Reasoning reaches a template as `message.thinking` only if this template does not read `reasoning_content`.
+#[test]
+fn templates_get_reasoning_under_one_name() {
+    let read = |names: &str| format!("{{% for message in messages %}}{names}{{% endfor %}}");
+    let tokenizer = tokenizer(json!([
+        {"name": "default", "template": read("{{ message.thinking }}|{{ message.reasoning_content }}")},
+        {"name": "tool_use", "template": read("{{ message.thinking }}|{{ message.content }}")},
+    ]));
+    let row = json!({"role": "assistant", "content": "Two.", "thinking": "Add them."});
+    let messages = [Message::try_from(row).unwrap()];
+    let render =
+        |tools| tokenizer.render(&messages, &RenderOptions { tools, ..RenderOptions::default() }).unwrap();
+    assert_eq!(render(None), "|Add them.");
+    assert_eq!(render(Some(json!([]))), "Add them.|Two.");
 }
 
 #[test]
