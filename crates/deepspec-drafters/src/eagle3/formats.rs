@@ -126,7 +126,7 @@ impl KindSettings for Eagle3Settings {
     }
 
     fn has_layers_of(&self, family: Family) -> bool {
-        family.pre_norm
+        family.pre_norm && !family.may_have_output_gate()
     }
 
     fn layer_inputs(&self, _layer: u64) -> usize {

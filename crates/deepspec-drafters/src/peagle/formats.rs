@@ -108,7 +108,7 @@ impl KindSettings for PEagleSettings {
     }
 
     fn has_layers_of(&self, family: Family) -> bool {
-        family.pre_norm
+        family.pre_norm && !family.may_have_output_gate()
     }
 
     /// The first layer also reads embeddings.
