@@ -33,7 +33,7 @@ use tempfile::TempDir;
 
 const SEED: u64 = 980_406;
 /// Runs of [`changes_no_token`].
-const CHAINS: [(usize, &[&str]); 2] = [(3, &[]), (16, &[])];
+const CHAINS: [(usize, &[&str]); 1] = [(16, &[])];
 
 /// A folder with a drafter that contains the target's bigrams.
 fn drafter() -> &'static Path {
@@ -240,16 +240,18 @@ fn greedy_answers_follow_the_recomputed_logits() {
 #[test]
 fn at_temperature_1_a_sample_does_not_depend_on_its_batch() {
     let (mut compared, mut ties) = (0, 0);
-    let plain = generate(None, 1, "1", &[]);
-    let batched = generate(None, 16, "1", &[]);
+    let few = ["--limit", "24"];
+    let plain = generate(None, 1, "1", &few);
+    let batched = generate(None, 16, "1", &few);
     for (args, options, policy) in variants() {
-        let alone = generate(Some(drafter()), 1, "1", &args);
+        let with_few = [&args[..], &few].concat();
+        let alone = generate(Some(drafter()), 1, "1", &with_few);
         assert_ne!(
             alone, plain,
             "drafting draws other numbers, so equal answers mean that nothing was drafted"
         );
         for slots in &slots()[1..] {
-            let together = generate(Some(drafter()), *slots, "1", &args);
+            let together = generate(Some(drafter()), *slots, "1", &with_few);
             compared += alone.len();
             for id in parted(&alone, &together) {
                 let at = parting(&alone[id], &together[id]);
