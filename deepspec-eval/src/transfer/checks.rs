@@ -1,4 +1,4 @@
-//! What must agree before a drafter can serve a model, and how far the model's embedding and LM head moved.
+//! Checks that a drafter fits a model, and measures how far the model's embedding and LM head moved.
 
 use std::path::Path;
 

@@ -17,7 +17,7 @@ const LORA_FROM: f64 = 0.5;
 /// There is no advice if the interval of the base's τ reaches this or less: the share of few accepted drafts tells little.
 const BASE_ABOVE: f64 = 1.05;
 
-/// What to do with a drafter.
+/// Advice on the use of a drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Advice {
@@ -150,7 +150,7 @@ impl Transfer {
         text + "\n"
     }
 
-    /// What the files and the numbers say.
+    /// Report on the files and the accepted lengths.
     fn words(&self) -> Vec<String> {
         let mut said = self.words_of_files();
         if self.base.is_none() {
@@ -197,7 +197,7 @@ impl Transfer {
         said
     }
 
-    /// What the files say.
+    /// Report on the files alone.
     fn words_of_files(&self) -> Vec<String> {
         let (mut said, fit) = (vec![], &self.fit);
         let from = if self.base.is_some() { "that of --base" } else { "the drafter's copy" };
@@ -332,7 +332,7 @@ fn percent(share: Option<f64>) -> String {
 mod tests {
     use super::*;
 
-    /// What is said of one suite with these τ, each with its resamples.
+    /// Row and text of one suite with these τ, each with its resamples.
     fn said(target: (f64, &[f64]), base: (f64, &[f64]), init_from: InitFrom) -> (Row, String) {
         let [target, base] =
             [target, base].map(|(value, resampled)| Estimate::new(value, resampled.to_vec()));

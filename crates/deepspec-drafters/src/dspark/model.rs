@@ -343,6 +343,23 @@ impl MarkovHead {
         Tensor::embedding(&self.w1, tokens, -1, false, false)
     }
 
+    /// Logits `[S, V]` and embeddings of the previous tokens `[S, r]` of one slot. The bias is left out without `adds_bias`.
+    pub fn step(&self, slot: SlotInputs, state: &mut PrefixState, adds_bias: bool) -> (Tensor, Tensor) {
+        let e = self.embed(slot.previous);
+        if !adds_bias {
+            return (slot.base, e);
+        }
+        let features = self.step_features(slot.hidden, &e, state);
+        (add_bias(slot.base, &features, &self.w2), e)
+    }
+
+    /// Embeddings of the previous tokens `[A, γ]`, and features of whole blocks `hidden [A, γ, d]`, each `[A, γ, r]`.
+    pub fn teacher_forced(&self, hidden: &Tensor, previous: &Tensor) -> (Tensor, Tensor) {
+        let e = self.embed(previous);
+        let features = self.teacher_forced_features(hidden, &e);
+        (e, features)
+    }
+
     /// Features `[S, r]` of one slot, from hidden states `[S, d]` and embeddings `e [S, r]`.
     pub fn step_features(&self, hidden: &Tensor, e: &Tensor, state: &mut PrefixState) -> Tensor {
         match &self.form {
@@ -471,12 +488,8 @@ impl BlockDrafter for DSparkModules {
 
     fn step(model: &DSpark, slot: SlotInputs, state: &mut PrefixState) -> (Tensor, Option<Tensor>) {
         let Some(markov) = &model.modules.markov else { return (slot.base, None) };
-        let e = markov.embed(slot.previous);
-        if !model.modules.use_markov_bias {
-            return (slot.base, Some(e));
-        }
-        let features = markov.step_features(slot.hidden, &e, state);
-        (add_bias(slot.base, &features, markov.w2()), Some(e))
+        let (logits, e) = markov.step(slot, state, model.modules.use_markov_bias);
+        (logits, Some(e))
     }
 
     fn teacher_forced_features(
@@ -484,10 +497,7 @@ impl BlockDrafter for DSparkModules {
         hidden: &Tensor,
         previous: &Tensor,
     ) -> Option<(Tensor, Tensor)> {
-        let markov = model.modules.markov.as_ref()?;
-        let e = markov.embed(previous);
-        let features = markov.teacher_forced_features(hidden, &e);
-        Some((e, features))
+        Some(model.modules.markov.as_ref()?.teacher_forced(hidden, previous))
     }
 
     fn teacher_forced_logits(model: &DSpark, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {

@@ -3,9 +3,10 @@
 //! A block `[anchor, mask, …]` runs through all stages at once, in m residual streams. The captured states of the target are the
 //! context of every stage. The confidence head reads the hidden states before the final norm, the LM head those behind it.
 
+use deepspec_engine::DraftSampling;
 use deepspec_models::nn::{Builder, RmsNorm};
 use deepspec_ops::range;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::attention::{LatentAttention, PairRotation};
 use super::experts::StageExperts;
@@ -14,8 +15,6 @@ use super::settings::{DSparkV4Config, StageSettings};
 use crate::block_common::{BlockBatch, BlockDrafter, BlockSpec, PrefixState, SlotInputs, add_bias};
 use crate::draft_model::DraftModel;
 use crate::dspark::{ConfidenceHead, MarkovHead, MarkovKind, MarkovSettings};
-use deepspec_engine::DraftSampling;
-use tch::Kind;
 
 /// A DSpark drafter of DeepSeek-V4.
 pub type DSparkV4 = DraftModel<DSparkV4Modules>;
@@ -171,13 +170,8 @@ impl BlockDrafter for DSparkV4Modules {
     }
 
     fn step(model: &DSparkV4, slot: SlotInputs, state: &mut PrefixState) -> (Tensor, Option<Tensor>) {
-        let markov = &model.modules.markov;
-        let e = markov.embed(slot.previous);
-        if !model.modules.use_markov_bias {
-            return (slot.base, Some(e));
-        }
-        let features = markov.step_features(slot.hidden, &e, state);
-        (add_bias(slot.base, &features, markov.w2()), Some(e))
+        let (logits, e) = model.modules.markov.step(slot, state, model.modules.use_markov_bias);
+        (logits, Some(e))
     }
 
     fn teacher_forced_features(
@@ -185,10 +179,7 @@ impl BlockDrafter for DSparkV4Modules {
         hidden: &Tensor,
         previous: &Tensor,
     ) -> Option<(Tensor, Tensor)> {
-        let markov = &model.modules.markov;
-        let e = markov.embed(previous);
-        let features = markov.teacher_forced_features(hidden, &e);
-        Some((e, features))
+        Some(model.modules.markov.teacher_forced(hidden, previous))
     }
 
     fn teacher_forced_logits(model: &DSparkV4, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
