@@ -25,32 +25,44 @@ exec 9>"$engines/.lock"
 flock 9
 [ $# -gt 0 ] || set -- llama.cpp vllm
 
+# Unpacks the sources of llama.cpp in a new folder `$work`, with the tools that build them on PATH.
+llama_cpp_sources() { # PACKAGE VERSION
+    work=$(mktemp -d "$engines/build.XXXXXX")
+    # shellcheck disable=SC2064 # the folder is known now
+    trap "rm -rf '$work'" EXIT
+    python3 -m venv "$work/venv"
+    "$work/venv/bin/pip" install --quiet --disable-pip-version-check cmake==4.4.4 ninja==1.13.2 scikit-build-core==1.1.2 >&2
+    PATH=$work/venv/bin:$PATH
+    pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --no-build-isolation --dest "$work" "$1==$2" >&2
+    tar -xf "$work"/*.tar.gz -C "$work"
+    sources=$(echo "$work"/llama_cpp_python-*/vendor/llama.cpp)
+}
+
 llama_cpp() {
-    local package=llama-cpp-python version=0.3.36
-    local server=$engines/$version/bin/llama-server
+    local package=llama-cpp-python version=0.3.36 PATH=$PATH work= sources=
+    local server=$engines/$version/bin/llama-server converter=$engines/$version/converter
     if [ ! -x "$server" ]; then
         echo "engines: building llama.cpp of $package $version in .engines" >&2
-        local work
-        work=$(mktemp -d "$engines/build.XXXXXX")
-        # shellcheck disable=SC2064 # the folder is a local
-        trap "rm -rf '$work'" EXIT
-        python3 -m venv "$work/venv"
-        "$work/venv/bin/pip" install --quiet --disable-pip-version-check cmake==4.4.4 ninja==1.13.2 scikit-build-core==1.1.2 >&2
-        "$work/venv/bin/pip" download --quiet --disable-pip-version-check --no-deps --no-binary :all: --no-build-isolation \
-            --dest "$work" "$package==$version" >&2
-        tar -xf "$work"/*.tar.gz -C "$work"
-        local PATH=$work/venv/bin:$PATH
+        llama_cpp_sources "$package" "$version"
         # Whole in one file each, so that nothing of the build folder is needed later.
-        cmake -G Ninja -S "$work"/llama_cpp_python-*/vendor/llama.cpp -B "$work/build" -DCMAKE_BUILD_TYPE=Release \
+        cmake -G Ninja -S "$sources" -B "$work/build" -DCMAKE_BUILD_TYPE=Release \
             -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
             >"$work/cmake.log" 2>&1 || { tail -20 "$work/cmake.log" >&2; exit 1; }
         ninja -C "$work/build" llama-server >"$work/ninja.log" 2>&1 || { tail -20 "$work/ninja.log" >&2; exit 1; }
         mkdir -p "$work/done/bin"
         cp "$work/build/bin/llama-server" "$work/done/bin/"
         rm -rf "${engines:?}/$version" && mv "$work/done" "$engines/$version"
-        rm -rf "$work"
     fi
+    # Its own step, which older installations get as well.
+    if [ ! -d "$converter" ]; then
+        [ -n "$work" ] || llama_cpp_sources "$package" "$version"
+        mkdir "$work/converter"
+        cp -r "$sources"/{convert_hf_to_gguf.py,conversion,gguf-py} "$work/converter/"
+        mv "$work/converter" "$converter"
+    fi
+    [ -z "$work" ] || rm -rf "$work"
     printf "export DEEPSPEC_LLAMA_SERVER=%q\n" "$server"
+    printf "export DEEPSPEC_LLAMA_CONVERTER=%q\n" "$converter/convert_hf_to_gguf.py"
 }
 
 vllm() {

@@ -12,7 +12,8 @@ TARGET is a folder, or a GGUF file, which transformers converts to a folder besi
     accepted     drafted tokens accepted in each cycle; null without a drafter
     seconds      this answer's share of the time of all
 
-Answers are greedy, in float32. With `parallel_drafting` the drafter drafts all tokens in one pass.
+Answers are greedy, in float32, or in bfloat16 where layers have linear attention. DRAFTER is a folder, or - for the
+target's own MTP layer. With `parallel_drafting` the drafter drafts all tokens in one pass.
 """
 
 import sys
@@ -33,8 +34,13 @@ if parallel not in ([], ["parallel_drafting"]):
 patches = os.path.join(os.path.dirname(os.path.abspath(__file__)), "vllm_cpu")
 sys.path.insert(0, patches)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [patches, os.environ.get("PYTHONPATH")]))
-# Blocks behind anchors run in vLLM's newer runner, whose kernels are Triton's.
-if method in ("dspark", "dflash"):
+is_hybrid = False
+if not target.endswith(".gguf"):
+    with open(os.path.join(target, "config.json")) as file:
+        config = json.load(file)
+    is_hybrid = "linear_attention" in config.get("text_config", config).get("layer_types", [])
+# Blocks behind anchors run in vLLM's newer runner, whose kernels are Triton's. Linear attention has no others.
+if method in ("dspark", "dflash") or is_hybrid:
     # Before anything imports Triton: what is made without it stays a kernel to be compiled.
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE=os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
@@ -54,7 +60,9 @@ def main():
 
     settings = {}
     if method:
-        settings["speculative_config"] = {"method": method, "model": drafter, "num_speculative_tokens": int(count)}
+        settings["speculative_config"] = {"method": method, "num_speculative_tokens": int(count)}
+        if drafter != "-":
+            settings["speculative_config"]["model"] = drafter
         if parallel:
             settings["speculative_config"]["parallel_drafting"] = True
         settings["per_request_spec_decode_metrics"] = "detailed"
@@ -62,7 +70,7 @@ def main():
     with open(os.path.join(folder, "config.json")) as file:
         longest = json.load(file)["max_position_embeddings"]
     engine = LLM(
-        model=folder, dtype="float32", max_model_len=longest, enforce_eager=True, max_num_seqs=16,
+        model=folder, dtype="bfloat16" if is_hybrid else "float32", max_model_len=longest, enforce_eager=True, max_num_seqs=16,
         max_num_batched_tokens=max(2048, longest), enable_prefix_caching=False, generation_config="vllm", seed=0, **settings,
     )
     stops = []

@@ -5,34 +5,11 @@ mod common;
 use std::fs;
 use std::path::Path;
 
-use common::training::{Lessons, smoke, train};
+use common::training::{Lessons, smoke, write_mtp_drafter};
 use common::{Answers, answers, assert_refused, deepspec_eval, repository, results};
-use deepspec_drafters::{DraftDecoder, MtpConfig, MtpObjective, MtpPlan, MtpSettings};
-use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::tiny;
 use serde_json::Value;
-use tch::{Kind, Tensor};
-
-const STEPS: usize = 3;
-
-/// Writes an MTP-1 drafter to `dir` that has learned the target's greedy answers to the evaluated prompts.
-fn write_drafter(target: &Path, dir: &Path) {
-    let model = ModelConfig::load(target).unwrap();
-    let decoder = DraftDecoder {
-        model: model.mtp_decoder().unwrap(),
-        taps: vec![],
-        num_target_layers: model.layers.len(),
-    };
-    let settings = MtpSettings { num_speculative_steps: STEPS, ..MtpSettings::default() };
-    let plan = MtpPlan::new(MtpConfig { decoder, settings }, MtpObjective::new(0.6, STEPS));
-    let lessons =
-        Lessons { target: target.to_path_buf(), suites: smoke(), rows: 0..2, tokens: 32, thinking: false };
-    let samples = lessons.samples(&[], |out| (out.captured_states, out.hidden));
-    let trainee = train(&plan, target, 150, samples);
-    fs::create_dir(dir).unwrap();
-    save(&dir.join("model.safetensors"), &trainee.checkpoint(), Kind::BFloat16).unwrap();
-    fs::write(dir.join("config.json"), Value::Object(trainee.config_json()).to_string()).unwrap();
-}
+use tch::Tensor;
 
 /// Answers and results of a greedy run.
 fn evaluated(target: &Path, draft: &str, out: &Path) -> (Answers, Value) {
@@ -68,7 +45,9 @@ fn a_merged_layer_drafts_as_its_drafter_does() {
     assert_refused(&bare, 1, &["mtp.", "missing"]);
 
     // 2. The drafter becomes the target's MTP layer, and nothing else changes.
-    write_drafter(&target, &drafter);
+    let lessons =
+        Lessons { target: target.clone(), suites: smoke(), rows: 0..2, tokens: 32, thinking: false };
+    write_mtp_drafter(&lessons, &drafter, 150);
     let merge = |from: &Path| {
         let [from, target, out] = [from, &target, &merged].map(text);
         deepspec_eval(&[
@@ -94,6 +73,14 @@ fn a_merged_layer_drafts_as_its_drafter_does() {
     assert!(of_layer.clone().all(|(name, tensor)| find(&format!("mtp.{name}")).equal(tensor)));
     assert_eq!(new.len(), others.len() + of_layer.count());
     assert!(merged.join("tokenizer.json").is_file());
+    // Engines count the layers by this key, which the target lacks.
+    let config =
+        |dir: &Path| serde_json::from_slice::<Value>(&fs::read(dir.join("config.json")).unwrap()).unwrap();
+    let mut expected = config(&target);
+    let layers = &mut expected["text_config"]["mtp_num_hidden_layers"];
+    assert!(layers.is_null());
+    *layers = 1.into();
+    assert_eq!(config(&merged), expected);
     // A drafter of another kind is refused.
     assert_refused(&merge(&repository("assets/tiny-dspark")), 2, &["DSpark", "Qwen3_5MTPModel"]);
 

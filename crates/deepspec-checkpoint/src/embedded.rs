@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use deepspec_core::atomic::FileError;
+use deepspec_core::atomic::{self, FileError};
 use serde_json::{Map, Value};
 
 use crate::convert::{Converted, check_target_matches, other_tensors};
@@ -61,12 +61,14 @@ pub struct MergedTarget<'a> {
     target: Tensors,
     drafter: Vec<TensorToWrite<'a>>,
     prefix: &'a str,
+    /// The target's config.json with the drafter's keys, if the target lacks one.
+    config: Option<Map<String, Value>>,
     /// Files of the target's folder other than its weights.
     files: Vec<PathBuf>,
 }
 
 /// Plans a copy of the target's checkpoint whose tensors below `prefix` are those of the drafter `source`. All other tensors
-/// are copied byte for byte.
+/// are copied byte for byte. Engines look for the drafter by `keys` of the target's config. The copy gets those that the target lacks.
 ///
 /// # Errors
 /// If the drafter does not fit the target: its sizes, embedding or LM head differ. Also if the target is quantised, because
@@ -75,13 +77,14 @@ pub fn merge<'a>(
     source: &'a Checkpoint,
     target: &Target,
     prefix: &'a str,
+    keys: Map<String, Value>,
 ) -> Result<MergedTarget<'a>, CheckpointError> {
     check_target_matches(source, source.drafter(), target, "its target's checkpoint")?;
     let (mut drafter, _) = other_tensors(source, CheckpointFormat::Reference)?;
     drafter.iter_mut().for_each(|tensor| tensor.name.insert_str(0, prefix));
     let dir = target.dir();
-    let scheme = read_object(&dir.join("config.json"))?;
-    if quantised_folder_message(dir, &scheme).is_some() {
+    let config = read_object(&dir.join("config.json"))?;
+    if quantised_folder_message(dir, &config).is_some() {
         let problem = "the target's weights are quantised, and engines would expect such ones of the drafter, too; \
                        merge it into the same model in bfloat16";
         return Err(CheckpointError::NotADrafter { path: dir.to_path_buf(), problem: problem.into() });
@@ -93,7 +96,19 @@ pub fn merge<'a>(
         path.is_file() && !is_weights_file(&name) && !name.ends_with(".safetensors")
     };
     let files = paths.filter(is_other).collect();
-    Ok(MergedTarget { target: Tensors::open(dir)?, drafter, prefix, files })
+    Ok(MergedTarget { target: Tensors::open(dir)?, drafter, prefix, config: with_keys(config, keys), files })
+}
+
+/// The config with these keys in its decoder's part, or None if it has them all.
+fn with_keys(mut config: Map<String, Value>, keys: Map<String, Value>) -> Option<Map<String, Value>> {
+    let decoder = match config.get_mut("text_config") {
+        Some(Value::Object(decoder)) => decoder,
+        _ => &mut config,
+    };
+    let missing: Vec<_> = keys.into_iter().filter(|(key, _)| !decoder.contains_key(key)).collect();
+    let any = !missing.is_empty();
+    decoder.extend(missing);
+    any.then_some(config)
 }
 
 impl MergedTarget<'_> {
@@ -102,7 +117,7 @@ impl MergedTarget<'_> {
     /// # Errors
     /// If the folder exists and may not be replaced, or on any I/O error.
     pub fn write(self, dir: &Path, overwrite: bool) -> Result<(), CheckpointError> {
-        let Self { target, drafter, prefix, files } = self;
+        let Self { target, drafter, prefix, config, files } = self;
         let kept = target.iter().filter(|(name, _)| !name.starts_with(prefix));
         let copy = |(name, facts): (&str, &TensorMetadata)| TensorToWrite {
             name: name.into(),
@@ -116,6 +131,9 @@ impl MergedTarget<'_> {
         folder::write_folder_atomically(dir, overwrite, is_own, |partial| {
             for file in &files {
                 fs::copy(file, partial.join(file_name(file))).map_err(FileError::at("copying", file))?;
+            }
+            if let Some(config) = config {
+                atomic::write_json(&partial.join("config.json"), &config)?;
             }
             write_weights(partial, &mut tensors, MAX_SHARD_BYTES)
         })

@@ -182,6 +182,8 @@ fn a_merged_folder_holds_the_new_layer_only() {
         .collect();
     files.sort();
     assert_eq!(files, ["config.json", "model.safetensors", "tokenizer.json"]);
+    let configs = [&dir, &merged].map(|dir| fs::read(dir.join("config.json")).unwrap());
+    assert_eq!(configs[0], configs[1]);
     let tensors = Tensor::read_safetensors(merged.join("model.safetensors")).unwrap();
     assert_eq!(tensors.len(), map.len());
     let (_, fc) = model.parameters().iter().find(|(name, _)| name == "fc.weight").unwrap();

@@ -89,6 +89,9 @@ pub fn merge(args: &MergeArgs, verbosity: Verbosity) -> anyhow::Result<()> {
     let (place, steps) = (args.output_dir.display(), source.drafter().kind.draft_len());
     tracing::info!("{place} is the target with the drafter as its MTP layer");
     tracing::info!(
+        "for llama.cpp, convert it with convert_hf_to_gguf.py and serve it with: llama-server --model FILE.gguf --spec-type draft-mtp --spec-draft-n-max {steps}"
+    );
+    tracing::info!(
         "serve it with: vllm serve {place} --speculative-config '{{\"method\": \"mtp\", \"num_speculative_tokens\": {steps}}}'"
     );
     Ok(())

@@ -1,22 +1,29 @@
 //! Drafters that learn a target's answers within seconds of training.
 
+use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::Tap;
 use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
-use deepspec_drafters::{DSparkProposer, DrafterPlan, LossDenominator, TrainSample, TrainableDrafter};
+use deepspec_drafters::{
+    DSparkProposer, DraftDecoder, DrafterPlan, LossDenominator, MtpConfig, MtpObjective, MtpPlan,
+    MtpSettings, TrainSample, TrainableDrafter,
+};
 use deepspec_engine::{
     DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target, VerifyRule,
 };
-use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, stop_ids};
+use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save, stop_ids};
 use deepspec_text::ChatTokenizer;
+use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use super::repository;
 
 /// Drafted tokens per block.
 pub const GAMMA: usize = 5;
+/// Drafted tokens of an MTP-1 drafter.
+pub const MTP_DRAFTS: usize = 3;
 /// The smoke suites.
 pub fn smoke() -> Vec<String> {
     ["smoke-math", "smoke-code", "smoke-chat"].map(String::from).into()
@@ -142,6 +149,24 @@ pub fn train(
         tch::no_grad(|| adam(trainee.as_ref(), &mut moments, step + 1, rate));
     }
     trainee
+}
+
+/// Writes to `dir` an MTP-1 drafter of [`MTP_DRAFTS`] tokens that has learned the answers to the prompts.
+pub fn write_mtp_drafter(lessons: &Lessons, dir: &Path, steps: usize) {
+    let target = &lessons.target;
+    let model = ModelConfig::load(target).unwrap();
+    let decoder = DraftDecoder {
+        model: model.mtp_decoder().unwrap(),
+        taps: vec![],
+        num_target_layers: model.layers.len(),
+    };
+    let settings = MtpSettings { num_speculative_steps: MTP_DRAFTS, ..MtpSettings::default() };
+    let plan = MtpPlan::new(MtpConfig { decoder, settings }, MtpObjective::new(0.6, MTP_DRAFTS));
+    let samples = lessons.samples(&[], |out| (out.captured_states, out.hidden));
+    let trainee = train(&plan, target, steps, samples);
+    fs::create_dir(dir).unwrap();
+    save(&dir.join("model.safetensors"), &trainee.checkpoint(), Kind::BFloat16).unwrap();
+    fs::write(dir.join("config.json"), Value::Object(trainee.config_json()).to_string()).unwrap();
 }
 
 fn adam(trainee: &dyn TrainableDrafter, moments: &mut [(Tensor, Tensor)], step: usize, rate: f64) {

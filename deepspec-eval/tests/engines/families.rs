@@ -35,7 +35,7 @@ name, own = {
     "qwen3_moe": ("Qwen3MoeConfig", dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1,
                                          norm_topk_prob=True, mlp_only_layers=[])),
     "gpt_oss": ("GptOssConfig", dict(intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=64)),
-    "qwen3_5_text": ("Qwen3_5TextConfig", dict(layer_types=["linear_attention", "full_attention", "full_attention"] * 2,
+    "qwen3_5_text": ("Qwen3_5TextConfig", dict(layer_types=["linear_attention", "full_attention"] * 3, full_attention_interval=2,
                                                linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=128, linear_value_head_dim=128)),
 }[kind]
 torch.manual_seed(0)

@@ -117,8 +117,14 @@ fn agrees(server: &Path, drafter: &Path, near_ties: usize) {
 fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, near_ties: usize) {
     let root = tempfile::tempdir().unwrap();
     let llama = served(server, target, drafter, root.path());
-    let ours = ours(target[0], drafter, limit, &root.path().join("run"));
-    let ends = deepspec_models::stop_ids(target[0], None).unwrap();
+    agrees_with(&llama, target[0], drafter, limit, near_ties);
+}
+
+/// Compares a running server with this program, as [`agrees_on`] does.
+pub fn agrees_with(llama: &Llama, target: &Path, drafter: &Path, limit: usize, near_ties: usize) {
+    let root = tempfile::tempdir().unwrap();
+    let ours = ours(target, drafter, limit, &root.path().join("run"));
+    let ends = deepspec_models::stop_ids(target, None).unwrap();
     let (mut differing, mut cycles, mut tokens) = (vec![], 0, 0);
     for (key, prompt) in prompts(limit) {
         let (_, ids, drafts) = llama.answer(&prompt);
@@ -126,7 +132,7 @@ fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, ne
         // llama.cpp's answer omits the token that ends it.
         let rest = own_ids.strip_prefix(&ids[..]);
         if !rest.is_some_and(|rest| rest.len() < 2 && rest.iter().all(|token| ends.contains(token))) {
-            differing.push(format!("{key:?}: {}", near_tie(target[0], &prompt, own_ids, &ids)));
+            differing.push(format!("{key:?}: {}", near_tie(target, &prompt, own_ids, &ids)));
             continue;
         }
         cycles += own_cycles;

@@ -7,6 +7,7 @@ mod common;
 mod drafters;
 mod families;
 mod llama_cpp;
+mod mtp;
 mod served;
 mod server;
 mod states;

@@ -1,5 +1,6 @@
 //! Tests drafters in vLLM's build for CPUs.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -36,38 +37,22 @@ fn agrees_with_vllm(python: &str, drafter: &Path, near_ties: usize) {
 /// answers and the accepted tokens of every cycle, except in `near_ties` requests.
 fn agrees_with_vllm_on(python: &str, target: [&Path; 2], drafter: &Path, limit: usize, near_ties: usize) {
     let root = tempfile::tempdir().unwrap();
-    let [out, asked, told, run] =
-        ["vllm", "asked.jsonl", "told.jsonl", "run"].map(|name| root.path().join(name));
+    let [out, run] = ["vllm", "run"].map(|name| root.path().join(name));
     // Started with exactly the printed arguments.
     let named: Value = serde_json::from_str(&converted(drafter, target[0], &out)).unwrap();
-    let prompts = prompts(limit);
-    let row = |((suite, id), prompt): (&(String, String), &String)| {
-        json!({"suite": suite, "id": id, "prompt": prompt}).to_string()
-    };
-    fs::write(&asked, prompts.iter().map(row).collect::<Vec<_>>().join("\n")).unwrap();
-    let ours = ours(target[0], drafter, limit, &run);
-    let accepted = accepted(&run.join("traces.parquet"));
-    let mut command = Command::new(python);
-    // This process's libtorch differs from vLLM's.
-    command.env_remove("LD_LIBRARY_PATH").arg(repository("scripts/vllm_ask.py"));
-    command.arg(target[1]).args([&asked, &told]).arg(ANSWER.to_string());
     let [method, model] = ["method", "model"].map(|key| named[key].as_str().unwrap());
-    command.args([method, model, &named["num_speculative_tokens"].to_string()]);
+    let count = named["num_speculative_tokens"].to_string();
+    let mut arguments = vec![method, model, &count];
     if named["parallel_drafting"] == true {
-        command.arg("parallel_drafting");
+        arguments.push("parallel_drafting");
     }
-    let ran = command.output().unwrap();
-    let log = String::from_utf8_lossy(&ran.stderr);
-    assert!(ran.status.success(), "{log}");
+    let told = vllm_answers(python, target[1], &arguments, limit, ANSWER);
+    let (prompts, ours) = (prompts(limit), ours(target[0], drafter, limit, &run));
+    let accepted = accepted(&run.join("traces.parquet"));
     let (mut differing, mut cycles, mut tokens) = (vec![], 0, 0);
-    let mut answered = 0;
-    for line in fs::read_to_string(&told).unwrap().lines() {
-        let row: Value = serde_json::from_str(line).unwrap();
-        let key = (row["suite"].as_str().unwrap().to_string(), row["id"].as_str().unwrap().to_string());
-        let list = |name: &str| -> Vec<i64> { serde_json::from_value(row[name].clone()).unwrap() };
-        let (ids, theirs) = (list("token_ids"), list("accepted"));
+    assert_eq!(told.len(), ours.len());
+    for (key, (ids, theirs)) in told {
         let (own_ids, _) = &ours[&key];
-        answered += 1;
         if ids != *own_ids {
             differing.push(format!("{key:?}: {}", near_tie(target[0], &prompts[&key], own_ids, &ids)));
             continue;
@@ -80,9 +65,38 @@ fn agrees_with_vllm_on(python: &str, target: [&Path; 2], drafter: &Path, limit: 
         }
         (tokens, cycles) = (tokens + ids.len(), cycles + own.len());
     }
-    assert_eq!(answered, ours.len());
     assert!(tokens > cycles + ENOUGH, "{tokens} tokens in {cycles} cycles");
     assert!(differing.len() <= near_ties, "{}", differing.join("\n"));
+}
+
+/// vLLM's answers of up to `tokens` tokens to the prompts, and the accepted tokens of each cycle. `arguments` are those of
+/// `vllm_ask.py` for the drafter.
+pub fn vllm_answers(
+    python: &str,
+    target: &Path,
+    arguments: &[&str],
+    limit: usize,
+    tokens: usize,
+) -> BTreeMap<(String, String), (Vec<i64>, Vec<i64>)> {
+    let root = tempfile::tempdir().unwrap();
+    let [asked, told] = ["asked.jsonl", "told.jsonl"].map(|name| root.path().join(name));
+    let row = |((suite, id), prompt): ((String, String), String)| {
+        json!({"suite": suite, "id": id, "prompt": prompt}).to_string()
+    };
+    fs::write(&asked, prompts(limit).into_iter().map(row).collect::<Vec<_>>().join("\n")).unwrap();
+    let mut command = Command::new(python);
+    // This process's libtorch differs from vLLM's.
+    command.env_remove("LD_LIBRARY_PATH").arg(repository("scripts/vllm_ask.py"));
+    command.arg(target).args([&asked, &told]).arg(tokens.to_string()).args(arguments);
+    let ran = command.output().unwrap();
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    let answer = |line: &str| {
+        let row: Value = serde_json::from_str(line).unwrap();
+        let text = |name: &str| row[name].as_str().unwrap().to_string();
+        let list = |name: &str| -> Vec<i64> { serde_json::from_value(row[name].clone()).unwrap() };
+        ((text("suite"), text("id")), (list("token_ids"), list("accepted")))
+    };
+    fs::read_to_string(&told).unwrap().lines().map(answer).collect()
 }
 
 #[test]

@@ -1,9 +1,10 @@
 //! MTP layers in the checkpoints of targets: tensors `mtp.*` beside the target's own.
 
-use deepspec_checkpoint::{Checkpoint, Converted, Fields, MergedTarget, Target, extract, merge};
+use deepspec_checkpoint::{Checkpoint, Converted, Fields, MergedTarget, Target, extract, json_map, merge};
 use deepspec_core::cli::UsageError;
 use deepspec_models::config::read_json;
 use deepspec_models::{ModelConfig, ModelError};
+use serde_json::json;
 
 use super::model::{Mtp, MtpConfig, MtpSettings};
 use crate::draft_model::{DraftDecoder, DrafterSettings};
@@ -77,5 +78,7 @@ pub fn merge_mtp<'a>(source: &'a Checkpoint, target: &Target) -> Result<MergedTa
         return Err(misfit(problem));
     }
     check_mtp_keys(target)?;
-    Ok(merge(source, target, PREFIX)?)
+    // vLLM counts layers by this key, and targets that transformers saved lack it.
+    let keys = json_map([(LAYERS_KEY, json!(1))]);
+    Ok(merge(source, target, PREFIX, keys)?)
 }
