@@ -56,8 +56,8 @@ pub use gguf_export::GgufExport;
 pub use kind::{DflashConfigKeys, GgufParts, Speculators, json_map};
 pub use layouts::{
     CAUSAL_KEYS, Decoder, DflashConfig, EMBEDDING_LAYER_ID, ExternalClass, KnownDrafters, Reader,
-    find_unsupported_setting, read_attention_sinks, read_causal, read_draft_vocab_size, read_layer_ids,
-    read_speculative_tokens, unsupported_layout_message,
+    find_unsupported_setting, names_bundled_drafter, read_attention_sinks, read_causal,
+    read_draft_vocab_size, read_layer_ids, read_speculative_tokens, unsupported_layout_message,
 };
 pub use quantised::{QUANTISATION_KEYS, mxfp4_to_float32, quantised_folder_message};
 pub use serving::{Risk, risks};

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use deepspec_checkpoint::{
     Checkpoint, CheckpointError, CheckpointFormat, Fields, Incompatibility, KnownDrafters, Reader, Tensors,
-    find_unsupported_setting, unsupported_layout_message,
+    find_unsupported_setting, names_bundled_drafter, unsupported_layout_message,
 };
 use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, add_nearest_name};
@@ -142,10 +142,16 @@ pub fn find_checkpoint_kind(dir: &Path) -> Result<&'static CheckpointKind, Model
     // The class of EAGLE's original drafters is that of a language model.
     let known = named.filter(|known| !known.are_language_models || foreign().is_none());
     Ok(known.ok_or_else(|| {
-        if let Some(advice) = open_checkpoint(dir).ok().and_then(|checkpoint| checkpoint.conversion_advice())
-        {
-            let found = found.unwrap_or("no class");
-            return fields.error("architectures", format!("{found} is not read: {advice}"));
+        match open_checkpoint(dir) {
+            Ok(checkpoint) => {
+                if let Some(advice) = checkpoint.conversion_advice() {
+                    let found = found.unwrap_or("no class");
+                    return fields.error("architectures", format!("{found} is not read: {advice}"));
+                }
+            }
+            // A target's checkpoint whose drafter is not read says so.
+            Err(error) if names_bundled_drafter(&map) => return error,
+            Err(_) => {}
         }
         if let Some(problem) = foreign() {
             return fields.error("architectures", problem);

@@ -87,6 +87,20 @@ pub fn is_target_with_drafter(map: &Map<String, Value>) -> bool {
     class(map) == Some(DEEPSEEK_V4) && map.contains_key(BUNDLED_BLOCK_SIZE)
 }
 
+/// Whether the config is that of a language model with keys of a DSpark drafter, as in DeepSeek-V4 and its successors.
+pub fn names_bundled_drafter(map: &Map<String, Value>) -> bool {
+    let nested = map.get("text_config").and_then(Value::as_object);
+    class(map).is_some_and(is_language_model) && (has_dspark_keys(map) || nested.is_some_and(has_dspark_keys))
+}
+
+fn has_dspark_keys(map: &Map<String, Value>) -> bool {
+    map.keys().any(|key| key.starts_with("dspark_"))
+}
+
+fn is_language_model(class: &str) -> bool {
+    ["ForCausalLM", "ForConditionalGeneration"].iter().any(|end| class.ends_with(end))
+}
+
 /// Refuses language models that hold a DSpark drafter of a layout that is not read, among them DeepSeek-V4.1.
 ///
 /// # Errors
@@ -96,7 +110,7 @@ pub fn refuse_unread_target(fields: &Fields) -> Result<(), CheckpointError> {
     let found = class(map).unwrap_or_default();
     let model_type = map.get("model_type").and_then(Value::as_str).unwrap_or_default();
     let nested = map.get("text_config").and_then(Value::as_object);
-    let is_nested = nested.is_some_and(|text| text.keys().any(|key| key.starts_with("dspark_")));
+    let is_nested = nested.is_some_and(has_dspark_keys);
     let v4_1 = [
         ("architectures", found.starts_with("DeepseekV41")),
         ("model_type", model_type.starts_with("deepseek_v41")),
@@ -107,7 +121,7 @@ pub fn refuse_unread_target(fields: &Fields) -> Result<(), CheckpointError> {
         return Err(fields.error(key, problem));
     }
     let bundles = is_nested || map.contains_key(BUNDLED_BLOCK_SIZE) && found != DEEPSEEK_V4;
-    if bundles && ["ForCausalLM", "ForConditionalGeneration"].iter().any(|end| found.ends_with(end)) {
+    if bundles && is_language_model(found) {
         let problem = format!("the drafter lies within {found}; it is read within DeepSeek-V4 only");
         return Err(fields.error(BUNDLED_BLOCK_SIZE, problem));
     }
