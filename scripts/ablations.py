@@ -5,10 +5,12 @@
     scripts/ablations.py --rates recipe                     with the learning rates of configs/tiny, without a search
     scripts/ablations.py --equal-time                       compares kinds in equal training time, too
     scripts/ablations.py plots                              draws the page's tables into docs/images; runs nothing
+    scripts/ablations.py kinds --target M --suite F --mask-token-id N [--rates 1e-3] [--set KEY=VALUE]...
+                                                            compares the kinds on another target
 
-Uses the cache that scripts/demo.sh leaves in its folder, whichever layers it taps. An existing run is not repeated, so
-a killed script goes on where it stopped. Every run trains on one thread and is evaluated on the 144 held-out smoke
-prompts at temperature 1.
+Uses the cache in the folder that --demo names, as scripts/demo.sh leaves one, whichever layers it taps. An existing run
+is not repeated, so a killed script goes on where it stopped. Every run trains on one thread and is evaluated on the 144
+held-out smoke prompts, or on the prompts of --suite, at temperature 1.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +34,8 @@ DOCS = ROOT / "docs"
 SEEDS = (1, 2, 3)
 RATES = ("2.5e-3", "5e-3", "1e-2")
 RECIPE = "recipe"
+TOY = "assets/tiny-target"
+SMOKE = ("smoke-math", "smoke-code", "smoke-chat")
 LENGTHS = (250, 500, 1000, 2000)
 # Steps of the runs that compare kinds, of those that vary one thing, and of the two whose difference times a step.
 SHORT = 500
@@ -38,6 +43,7 @@ VARIED = 250
 TIMED = (20, 70)
 KINDS = {
     "dspark": "DSpark",
+    "dspark_v4": "DSpark of DeepSeek-V4",
     "dflash": "DFlash",
     "jetspec": "JetSpec (causal DFlash)",
     "dflash2": "DFlash 2",
@@ -79,17 +85,23 @@ OBJECTIVES = {
     },
 }
 
+# All kinds with about as many trained weights as DSpark. MTP-1 has one layer of the target's shape, and so half of them.
+EQUAL_SIZES = {
+    **{title: (drafter, ()) for drafter, title in KINDS.items() if drafter not in ("dspark_v4", "eagle3")},
+    "DSpark of DeepSeek-V4, experts of width 40": ("dspark_v4", ("drafter.dspark_v4.stage_config.moe_intermediate_size=40",)),
+    "Eagle3, 2 layers": ("eagle3", ("drafter.eagle3.num_draft_layers=2",)),
+    "Eagle3, 1 layer": ("eagle3", ()),
+}
+
 # Blocks of 15 drafts: a block of xPress counts its anchor, one of DSpark does not.
+LONG_XPRESS = ("xpress", ("drafter.xpress.block_size=16",))
 LONG_BLOCKS = {
     "DSpark": ("dspark", (f"{BLOCK}.block_size=15",)),
     "DFlash": ("dflash", ("drafter.dflash.block_size=15",)),
-    **{
-        f"xPress, {passes} passes": (
-            "xpress", ("drafter.xpress.block_size=16", f"drafter.xpress.refiner.num_passes={passes}")
-        )
-        for passes in (2, 4, 6)
-    },
+    "xPress, 6 passes": LONG_XPRESS,
 }
+# Passes of the refiner over a drafted block. Training does not depend on their number.
+PASSES = (1, 2, 4, 6, 8)
 # Depth against the Markov head.
 DEPTHS = {
     "DSpark, 2 layers": ("dspark", ()),
@@ -100,8 +112,9 @@ DEPTHS = {
 class Bench:
     """Trains and evaluates, each run once."""
 
-    def __init__(self, demo, jobs):
+    def __init__(self, demo, jobs, target=TOY, suites=SMOKE, mask_token_id=None, sets=()):
         self.demo, self.out = demo, demo / "ablations"
+        self.target, self.suites, self.mask_token_id, self.sets = target, suites, mask_token_id, sets
         self.out.mkdir(parents=True, exist_ok=True)
         self.taps = json.loads((demo / "cache" / "manifest.json").read_text())["identity"]["taps"]
         self.pool = ThreadPoolExecutor(jobs)
@@ -109,8 +122,13 @@ class Bench:
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
     def submit(self, drafter, seed, steps, rate, sets=(), label="recipe", verify="token"):
-        name = file_name(drafter, label, f"steps{steps}-lr{rate}-seed{seed}")
+        name = self.name(drafter, seed, steps, rate, label)
         return self.pool.submit(self.run, name, drafter, seed, steps, rate, sets, verify)
+
+    @staticmethod
+    def name(drafter, seed, steps, rate, label):
+        """Folder of a run."""
+        return file_name(drafter, label, f"steps{steps}-lr{rate}-seed{seed}")
 
     def run(self, name, drafter, seed, steps, rate, sets, verify):
         suffix = "" if verify == "token" else f"-{verify}"
@@ -124,14 +142,28 @@ class Bench:
         if not results.is_file():
             own_rate = [] if rate == RECIPE else [f"train.lr={rate}"]
             self.call("deepspec-train", *self.training(drafter, name, seed, steps, *own_rate, *sets))
-            suites = [f"--suite=smoke-{domain}" for domain in ("math", "code", "chat")]
-            self.call(
-                "deepspec-eval", "run", "--quiet", "--no-baseline", "--target", "assets/tiny-target", *suites,
-                "--draft", self.out / name / "step_latest", "--max-new-tokens", "256", "--verify", verify,
-                "--output-dir", results.parent,
-            )
+            self.evaluate(self.out / name / "step_latest", results.parent, "--verify", verify)
             print(f"{name} done", file=sys.stderr, flush=True)
         return accepted_length(results)
+
+    def evaluate(self, draft, out, *flags):
+        suites = [f"--suite={suite}" for suite in self.suites]
+        self.call(
+            "deepspec-eval", "run", "--quiet", "--no-baseline", "--target", self.target, *suites,
+            "--draft", draft, "--max-new-tokens", "256", *flags, "--output-dir", out,
+        )
+
+    def with_passes(self, name, count):
+        """Evaluates a trained xPress with another number of passes, one prompt at a time."""
+        results = self.out / f"{name}.eval-passes{count}" / "results.json"
+        if not results.is_file():
+            with tempfile.TemporaryDirectory(dir=self.out) as folder:
+                draft = Path(folder) / "draft"
+                shutil.copytree(self.out / name / "step_latest", draft)
+                config = json.loads((draft / "config.json").read_text())
+                (draft / "config.json").write_text(json.dumps({**config, "xpress_num_passes": count}))
+                self.evaluate(draft, results.parent, "--max-num-seqs", "1")
+        return results
 
     def step_seconds(self, drafter, sets, label):
         """Processor time of a training step, from two lengths of training: start and end cancel out."""
@@ -157,10 +189,19 @@ class Bench:
             f"seed={seed}",
             f"train.max_train_steps={steps}",
             *sets,
+            *self.of_target(drafter),
         ]
         flags = itertools.chain.from_iterable(("--set", each) for each in overrides)
         fresh = ["--overwrite"] if name == "timing" else []
         return ["--quiet", "--config", f"configs/tiny/{drafter}.yaml", *flags, *fresh]
+
+    def of_target(self, drafter):
+        """Settings that the target asks for, over the toy's recipe."""
+        if self.target == TOY:
+            return list(self.sets)
+        has_mask = "mask_token_id:" in (ROOT / f"configs/tiny/{drafter}.yaml").read_text()
+        mask = [f"drafter.{drafter}.mask_token_id={self.mask_token_id}"] if has_mask else []
+        return [f"target.model={self.target}", *mask, *self.sets]
 
     def call(self, binary, *args):
         """Runs a program to its end and gives its processor time."""
@@ -182,6 +223,12 @@ def file_name(*parts):
 def accepted_length(results):
     """Mean over the suites."""
     return mean([suite["metrics"]["accepted_length"] for suite in json.loads(results.read_text())["suites"]])
+
+
+def seconds_of_drafting(results):
+    """Seconds of drafting in a cycle of one prompt."""
+    suites = json.loads(results.read_text())["suites"]
+    return sum(suite["timing"]["draft_s"] for suite in suites) / sum(suite["counts"]["cycles"] for suite in suites)
 
 
 def mean(values):
@@ -216,20 +263,19 @@ def best_rates(bench):
     return best, lines
 
 
-def all_kinds(bench, best, with_time):
-    """All kinds after SHORT steps, and if asked in the time that DSpark takes for as many steps."""
-    rows = {title: (drafter, ()) for drafter, title in KINDS.items()}
-    return ["## All kinds\n", *side_by_side(bench, best, rows, with_time)]
+def all_kinds(bench, best, with_time, of_steps=SHORT, seeds=SEEDS):
+    """All kinds after these steps, and if asked in the time that DSpark takes for as many steps."""
+    return ["## All kinds\n", *side_by_side(bench, best, EQUAL_SIZES, with_time, of_steps, seeds)]
 
 
-def side_by_side(bench, best, rows, with_time):
-    """Rows of a drafter and its settings after SHORT steps, and if asked in the time that the first takes for them."""
+def side_by_side(bench, best, rows, with_time, of_steps=SHORT, seeds=SEEDS):
+    """Rows of a drafter and its settings after these steps, and if asked in the time that the first takes for them."""
     seconds = {label: bench.step_seconds(drafter, sets, label) for label, (drafter, sets) in rows.items()}
-    steps = {label: round(SHORT * next(iter(seconds.values())) / of) for label, of in seconds.items()}
-    columns = {"steps": dict.fromkeys(rows, SHORT), **({"time": steps} if with_time else {})}
+    steps = {label: round(of_steps * next(iter(seconds.values())) / of) for label, of in seconds.items()}
+    columns = {"steps": dict.fromkeys(rows, of_steps), **({"time": steps} if with_time else {})}
     futures = {
         (label, column): [
-            bench.submit(drafter, seed, counts[label], best[drafter], sets, label if sets else "recipe") for seed in SEEDS
+            bench.submit(drafter, seed, counts[label], best[drafter], sets, label if sets else "recipe") for seed in seeds
         ]
         for column, counts in columns.items()
         for label, (drafter, sets) in rows.items()
@@ -237,8 +283,10 @@ def side_by_side(bench, best, rows, with_time):
     runs = collect(futures)
     time = [" steps in equal time |", " τ in equal time |"] if with_time else []
     lines = [
-        f"After {SHORT} steps. Means over {len(SEEDS)} seeds, ± is the half width of the 95 % interval (Student's t).\n",
-        "".join([f"| drafter | weights | s per step | τ at {SHORT} steps |", *time]),
+        f"After {of_steps} steps. Means over {len(seeds)} seeds, ± is the half width of the 95 % interval (Student's t).\n"
+        if len(seeds) > 1
+        else f"After {of_steps} steps with one seed.\n",
+        "".join([f"| drafter | weights | s per step | τ at {of_steps} steps |", *time]),
         "|---|---|---|---|" + "---|" * len(time),
     ]
     for label, (drafter, sets) in rows.items():
@@ -252,7 +300,24 @@ def side_by_side(bench, best, rows, with_time):
 
 def spread(taus):
     """Cell: mean and half width of its interval."""
-    return f"{mean(taus):.2f} ± {interval(taus):.2f}"
+    return f"{mean(taus):.2f}" + (f" ± {interval(taus):.2f}" if len(taus) > 1 else "")
+
+
+def passes(bench, best):
+    """Passes of xPress's refiner over blocks of 15 drafts: accepted length and time of drafting."""
+    drafter, sets = LONG_XPRESS
+    label = next(label for label, row in LONG_BLOCKS.items() if row is LONG_XPRESS)
+    lines = [
+        f"## Passes of xPress\n\nThe drafters above, {len(SEEDS)} seeds, on one thread, one prompt at a time.\n",
+        "| passes | τ | milliseconds of drafting in a cycle |",
+        "|---|---|---|",
+    ]
+    names = [bench.name(drafter, seed, SHORT, best[drafter], label) for seed in SEEDS]
+    for count in PASSES:
+        results = [bench.with_passes(name, count) for name in names]
+        milliseconds = mean([seconds_of_drafting(each) for each in results]) * 1000
+        lines.append(f"| {count} | {spread([accepted_length(each) for each in results])} | {milliseconds:.2f} |")
+    return lines
 
 
 def by_length(bench, best):
@@ -333,9 +398,15 @@ def objectives(bench, best):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["plots"], help=argparse.SUPPRESS)
+    parser.add_argument("what", nargs="?", choices=["kinds", "plots"], help=argparse.SUPPRESS)
     parser.add_argument("--demo", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--rates", choices=["search", RECIPE], default="search")
+    parser.add_argument("--rates", default="search", help="search, recipe, or one learning rate for all")
+    parser.add_argument("--target", default=TOY)
+    parser.add_argument("--suite", action="append", help="by default the smoke suites")
+    parser.add_argument("--mask-token-id", type=int, help="a token that no text of the target has")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all recipes")
+    parser.add_argument("--steps", type=int, default=SHORT, help=f"of the comparison of kinds; by default {SHORT}")
+    parser.add_argument("--seeds", type=int, choices=[1, len(SEEDS)], default=len(SEEDS), help="of that comparison")
     parser.add_argument("--equal-time", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
@@ -345,12 +416,20 @@ def main():
         return
     if not (ROOT / args.demo / "cache" / "manifest.json").is_file():
         sys.exit(f"{args.demo}/cache is no cache; run scripts/demo.sh {args.demo} first")
-    bench = Bench(args.demo, args.jobs)
-    best, rates = best_rates(bench) if args.rates == "search" else ({drafter: RECIPE for drafter in KINDS}, None)
+    if args.what != "kinds" and (args.steps, args.seeds) != (SHORT, len(SEEDS)):
+        parser.error("--steps and --seeds go with `kinds`")
+    if args.target != TOY and (args.what != "kinds" or args.mask_token_id is None):
+        parser.error("--target goes with `kinds` and --mask-token-id")
+    bench = Bench(args.demo, args.jobs, args.target, args.suite or SMOKE, args.mask_token_id, args.set)
+    best, rates = best_rates(bench) if args.rates == "search" else (dict.fromkeys(KINDS, args.rates), None)
+    if args.what == "kinds":
+        print("\n".join(all_kinds(bench, best, args.equal_time, args.steps, SEEDS[: args.seeds])))
+        return
     sections = [
         *filter(None, [rates]),
         all_kinds(bench, best, args.equal_time),
         ["## Blocks of 15 drafts\n", *side_by_side(bench, best, LONG_BLOCKS, args.equal_time)],
+        passes(bench, best),
         ["## DSpark with 2 layers and DFlash with 5\n", *side_by_side(bench, best, DEPTHS, args.equal_time)],
         objectives(bench, best),
         variants(bench, best),
