@@ -67,7 +67,8 @@ fn bench(family: Family) -> &'static Path {
         match family {
             Family::Gemma4 => tiny::gemma4(&target, 512),
             Family::Experts => tiny::target(&target, "qwen3_moe"),
-            Family::Hybrid => tiny::target(&target, "qwen3_5"),
+            // With experts: the dense one drafts in `mtp_of_target`.
+            Family::Hybrid => tiny::target(&target, "qwen3_5_moe"),
         }
         let model = ModelConfig::load(&target).unwrap();
         let taps = Tap::from_layer_ids(TAPS).unwrap();

@@ -37,7 +37,7 @@ fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
         )
         .chain(["deepseek_v4_flash"].map(|target| ("dspark_v4", target, path("dspark_v4", target))))
         .chain(
-            ["qwen3_30b_a3b", "gpt_oss_20b", "qwen3_5_4b"]
+            ["qwen3_30b_a3b", "gpt_oss_20b", "qwen3_5_4b", "qwen3_5_35b_a3b"]
                 .map(|target| ("dspark", target, path("dspark", target))),
         )
         .collect()
@@ -91,6 +91,7 @@ fn all_of_the_reference_are_there_and_some_more() {
             "qwen3_14b" => ("Qwen/Qwen3-14B", [1, 10, 19, 28, 37].as_slice(), 151_669),
             "qwen3_30b_a3b" => ("Qwen/Qwen3-30B-A3B", [1, 12, 23, 34, 45].as_slice(), 151_669),
             "qwen3_5_4b" => ("Qwen/Qwen3.5-4B", [1, 8, 15, 22, 29].as_slice(), 248_070),
+            "qwen3_5_35b_a3b" => ("Qwen/Qwen3.5-35B-A3B", [1, 10, 19, 28, 37].as_slice(), 248_070),
             "gpt_oss_20b" => ("openai/gpt-oss-20b", [1, 6, 11, 16, 21].as_slice(), 200_000),
             _ => ("google/gemma-4-12B-it", [5, 17, 29, 41, 46].as_slice(), 4),
         };

@@ -261,7 +261,8 @@ impl TargetModel {
             let heads = layer.attention.heads;
             // One expert may have all rows. It reads and writes copies of them.
             let mlp = layer.experts.map_or(3 * layer.intermediate_size, |experts| {
-                3 * experts.width + 4 * layer.hidden_size + 2 * experts.count
+                let shared = experts.shared_width.unwrap_or(0);
+                3 * (experts.width + shared) + 4 * layer.hidden_size + 2 * experts.count
             });
             // Inputs and outputs of Gated DeltaNet are in float32, beside those of the dtype.
             let linear = layer.gated_delta.map_or(0, |spec| 4 * (spec.channels() + spec.value_width()));

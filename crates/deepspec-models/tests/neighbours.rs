@@ -27,8 +27,15 @@ enum Family {
     Qwen3Moe,
     GptOss,
     Qwen35,
+    Qwen35Moe,
     Llama,
     Gemma4,
+}
+
+impl Family {
+    fn is_hybrid(self) -> bool {
+        [Self::Qwen35, Self::Qwen35Moe].contains(&self)
+    }
 }
 
 /// A model of any shape.
@@ -61,6 +68,7 @@ fn shape() -> impl Strategy<Value = Shape> {
         Just(Family::Qwen3Moe),
         Just(Family::GptOss),
         Just(Family::Qwen35),
+        Just(Family::Qwen35Moe),
         Just(Family::Llama),
         Just(Family::Gemma4)
     ];
@@ -71,7 +79,7 @@ fn shape() -> impl Strategy<Value = Shape> {
             inner: inner * UNIT,
             vocab: if family == Family::Gemma4 { (vocab / UNIT).max(1) * UNIT } else { vocab },
             // A gate is as wide as all query heads.
-            local: (key_value, repeats, if family == Family::Qwen35 { UNIT } else { dim * 8 }),
+            local: (key_value, repeats, if family.is_hybrid() { UNIT } else { dim * 8 }),
             global_dim: global * 16,
             layers,
             tied,
@@ -112,13 +120,21 @@ impl Shape {
             });
             config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
         }
-        if self.family == Family::Qwen35 {
+        if self.family.is_hybrid() {
             let kinds = ["linear_attention", "full_attention"].iter().cycle().take(self.layers);
             let own = json!({
                 "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"],
                 "layer_types": kinds.collect::<Vec<_>>(), "linear_num_key_heads": key_value,
                 "linear_num_value_heads": key_value * repeats, "linear_key_head_dim": 32,
                 "linear_value_head_dim": UNIT,
+            });
+            config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        }
+        if self.family == Family::Qwen35Moe {
+            let own = json!({
+                "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": EXPERTS,
+                "num_experts_per_tok": 3, "moe_intermediate_size": self.inner / 2,
+                "shared_expert_intermediate_size": self.inner,
             });
             config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
         }
@@ -202,6 +218,12 @@ impl Shape {
                         own(&format!("mlp.experts.{expert}.gate_proj"), &[experts.width, d]);
                         own(&format!("mlp.experts.{expert}.up_proj"), &[experts.width, d]);
                         own(&format!("mlp.experts.{expert}.down_proj"), &[d, experts.width]);
+                    }
+                    if let Some(width) = experts.shared_width {
+                        own("mlp.shared_expert.gate_proj", &[width, d]);
+                        own("mlp.shared_expert.up_proj", &[width, d]);
+                        own("mlp.shared_expert.down_proj", &[d, width]);
+                        own("mlp.shared_expert_gate", &[1, d]);
                     }
                 }
                 None => {

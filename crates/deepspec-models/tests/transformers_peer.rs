@@ -305,6 +305,19 @@ fn random_hybrids_compute_what_transformers_computes() {
         ("qwen3_5_text", last, [128, 2, 75]),
     ];
     check_random(&sizes, &cases);
+    let experts = |own: Value| {
+        let mut settings = json!({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24, "intermediate_size": null, "rope_parameters": rope(0.25)});
+        settings.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+        settings
+    };
+    let stacked = json!({"stacked_experts": true, "num_experts_per_tok": 8, "tie_word_embeddings": true,
+        "num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]});
+    let cases = [
+        ("qwen3_5_moe_text", experts(json!({})), [150, 7, 64]),
+        ("qwen3_5_moe_text", experts(stacked), [1, 201, 65]),
+    ];
+    check_random(&sizes, &cases);
 }
 
 /// Random models with experts: in all layers, in every second one, and with dense layers in between.

@@ -49,6 +49,7 @@ pub use ffi::{
 pub use free_memory::free_memory;
 pub use gated_delta_net::{
     GatedDeltaCache, GatedDeltaInputs, GatedDeltaSpec, GatedDeltaWeights, MAX_ROLLBACK_TOKENS,
+    in_whole_vectors,
 };
 pub use gated_mlp::{Activation, GatedMlp, gated_mlp};
 pub use grad::{EmbeddingGrad, EmbeddingGradSlices, GradSum, grad_or_zeros};

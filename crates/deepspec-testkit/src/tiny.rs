@@ -136,8 +136,8 @@ pub fn llama(dir: &Path) {
 }
 
 /// `model_type`s of [`target`].
-pub const OTHER_FAMILIES: [&str; 8] =
-    ["qwen2", "mistral", "granite", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "qwen3_5"];
+pub const OTHER_FAMILIES: [&str; 9] =
+    ["qwen2", "mistral", "granite", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe"];
 
 /// Writes a random target of one of [`OTHER_FAMILIES`] to `dir`, with the sizes and the tokenizer of [`llama`].
 ///
@@ -180,6 +180,15 @@ pub fn target(dir: &Path, model_type: &str) {
                 "linear_value_head_dim": 32,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}}),
         ),
+        // As the dense one, with experts in all layers.
+        "qwen3_5_moe" => (
+            "Qwen3_5MoeForConditionalGeneration",
+            json!({"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+                "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+                "linear_value_head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+                "moe_intermediate_size": EXPERT_SIZE, "shared_expert_intermediate_size": EXPERT_SIZE,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}}),
+        ),
         "phi3" => ("Phi3ForCausalLM", json!({"rope_theta": 250_000.0, "partial_rotary_factor": 0.5})),
         other => panic!("{other} is none of {OTHER_FAMILIES:?}"),
     };
@@ -193,8 +202,11 @@ pub fn target(dir: &Path, model_type: &str) {
     for (key, value) in own.as_object().into_iter().flatten() {
         config[key] = value.clone();
     }
-    let mut tensors =
-        pre_norm_tensors(4, TOKENS, matches!(model_type, "gemma3_text" | "qwen3_moe" | "qwen3_5"));
+    let mut tensors = pre_norm_tensors(
+        4,
+        TOKENS,
+        matches!(model_type, "gemma3_text" | "qwen3_moe" | "qwen3_5" | "qwen3_5_moe"),
+    );
     for layer in 0..4 {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
         match model_type {
@@ -210,10 +222,7 @@ pub fn target(dir: &Path, model_type: &str) {
                 tensors.retain(|(tensor, _)| !tensor.starts_with(&name("mlp.")));
                 tensors.push((name("mlp.gate.weight"), vec![8, HIDDEN_SIZE]));
                 for expert in 0..8 {
-                    let [wide, narrow] = [vec![EXPERT_SIZE, HIDDEN_SIZE], vec![HIDDEN_SIZE, EXPERT_SIZE]];
-                    let parts = [("gate", wide.clone()), ("up", wide), ("down", narrow)];
-                    let name = |part| name(&format!("mlp.experts.{expert}.{part}_proj.weight"));
-                    tensors.extend(parts.map(|(part, shape)| (name(part), shape)));
+                    tensors.extend(expert_mlp(&name(&format!("mlp.experts.{expert}"))));
                 }
             }
             "gpt_oss" => {
@@ -234,11 +243,11 @@ pub fn target(dir: &Path, model_type: &str) {
                 ];
                 tensors.extend(own.map(|(part, shape)| (name(part), shape)));
             }
-            "qwen3_5" if layer == 1 => {
+            "qwen3_5" | "qwen3_5_moe" if layer == 1 => {
                 tensors.retain(|(tensor, _)| *tensor != name("self_attn.q_proj.weight"));
                 tensors.push((name("self_attn.q_proj.weight"), vec![2 * 64, HIDDEN_SIZE]));
             }
-            "qwen3_5" => {
+            "qwen3_5" | "qwen3_5_moe" => {
                 tensors.retain(|(tensor, _)| !tensor.starts_with(&name("self_attn.")));
                 let own = [
                     ("in_proj_qkv.weight", vec![2 * 32 + 128, HIDDEN_SIZE]),
@@ -262,11 +271,29 @@ pub fn target(dir: &Path, model_type: &str) {
             _ => {}
         }
     }
-    if model_type == "qwen3_5" {
+    if model_type == "qwen3_5_moe" {
+        tensors.retain(|(tensor, _)| !tensor.contains(".mlp."));
+        for layer in 0..4 {
+            let name = |part: &str| format!("model.layers.{layer}.mlp.{part}");
+            tensors.push((name("gate.weight"), vec![8, HIDDEN_SIZE]));
+            tensors.push((name("experts.gate_up_proj"), vec![8, 2 * EXPERT_SIZE, HIDDEN_SIZE]));
+            tensors.push((name("experts.down_proj"), vec![8, HIDDEN_SIZE, EXPERT_SIZE]));
+            tensors.extend(expert_mlp(&name("shared_expert")));
+            tensors.push((name("shared_expert_gate.weight"), vec![1, HIDDEN_SIZE]));
+        }
+    }
+    if model_type.starts_with("qwen3_5") {
         (config, tensors) = within_multimodal_model(&config, tensors);
     }
     write_model(dir, &config, &tensors);
     copy_tiny_tokenizer(dir);
+}
+
+/// Tensors of the MLP `name` of an expert.
+fn expert_mlp(name: &str) -> [(String, Vec<usize>); 3] {
+    let [wide, narrow] = [vec![EXPERT_SIZE, HIDDEN_SIZE], vec![HIDDEN_SIZE, EXPERT_SIZE]];
+    [("gate", wide.clone()), ("up", wide), ("down", narrow)]
+        .map(|(part, shape)| (format!("{name}.{part}_proj.weight"), shape))
 }
 
 /// Config and tensors of a multimodal Qwen3.5 with this language model. The other parts are stubs.
@@ -282,9 +309,9 @@ fn within_multimodal_model(
     tensors.push(("model.visual.patch_embed.proj.weight".into(), vec![8, 8]));
     tensors.push(("mtp.fc.weight".into(), vec![HIDDEN_SIZE, 2 * HIDDEN_SIZE]));
     let mut inner = text.clone();
-    inner["model_type"] = json!("qwen3_5_text");
+    inner["model_type"] = json!(format!("{}_text", text["model_type"].as_str().unwrap_or_default()));
     let config = json!({
-        "architectures": text["architectures"], "model_type": "qwen3_5", "tie_word_embeddings": false,
+        "architectures": text["architectures"], "model_type": text["model_type"], "tie_word_embeddings": false,
         "eos_token_id": text["eos_token_id"], "text_config": inner, "vision_config": {"hidden_size": 8},
     });
     (config, tensors)

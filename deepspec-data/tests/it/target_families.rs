@@ -24,6 +24,11 @@ fn a_hybrid_is_captured_and_served() {
     is_captured_and_served(&|dir| tiny::target(dir, "qwen3_5"), "qwen", 1023);
 }
 
+#[test]
+fn a_hybrid_with_experts_is_captured_and_served() {
+    is_captured_and_served(&|dir| tiny::target(dir, "qwen3_5_moe"), "qwen", 1023);
+}
+
 /// `write` makes the target. `chat` are the mask rules, and `mask` is the mask token.
 fn is_captured_and_served(write: &dyn Fn(&Path), chat: &str, mask: usize) {
     let dir = tempfile::tempdir().unwrap();

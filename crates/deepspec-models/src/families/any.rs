@@ -198,9 +198,9 @@ mod tests {
     #[test]
     fn the_text_part_of_a_hybrid_is_read() {
         let config = parse(json!({
-            "model_type": "qwen3_5_moe", "tie_word_embeddings": true,
+            "model_type": "qwen4_moe", "tie_word_embeddings": true,
             "text_config": {
-                "model_type": "qwen3_5_moe_text", "hidden_size": 2560, "num_attention_heads": 16, "num_key_value_heads": 4,
+                "model_type": "qwen4_moe_text", "hidden_size": 2560, "num_attention_heads": 16, "num_key_value_heads": 4,
                 "head_dim": 256, "num_hidden_layers": 32, "intermediate_size": 9216, "vocab_size": 248_320,
                 "rope_parameters": {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25},
             },

@@ -96,6 +96,7 @@ fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
             count,
             active,
             width: layer.intermediate_size,
+            shared_width: None,
             scores: RouterScores::SoftmaxOfChosen,
             tensors: ExpertTensors::Interleaved,
         });

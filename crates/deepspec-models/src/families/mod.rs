@@ -14,6 +14,7 @@ mod pre_norm;
 mod qwen2;
 mod qwen3;
 mod qwen3_5;
+mod qwen3_5_moe;
 mod qwen3_moe;
 mod rope;
 
@@ -26,7 +27,7 @@ use serde_json::{Map, Value};
 use crate::config::{DraftLayers, Family, ModelConfig, TargetFamily, read_json};
 use crate::{ModelError, Weights};
 
-const FAMILIES: [Family; 11] = [
+const FAMILIES: [Family; 12] = [
     &qwen3::FAMILY,
     &gemma4::FAMILY,
     &llama::FAMILY,
@@ -38,6 +39,7 @@ const FAMILIES: [Family; 11] = [
     &qwen3_moe::FAMILY,
     &gpt_oss::FAMILY,
     &qwen3_5::FAMILY,
+    &qwen3_5_moe::FAMILY,
 ];
 
 /// Layers of drafters for targets whose own layers no engine runs in a drafter: block drafters have those of Qwen3,

@@ -34,6 +34,8 @@ pub(super) struct PreNormSettings {
     pub qkv_bias: bool,
     /// Whether the projection of attention's output has a bias.
     pub output_bias: bool,
+    /// Width inside dense MLPs; None for the key `intermediate_size`.
+    pub intermediate_size: Option<i64>,
     /// Default of `max_position_embeddings`.
     pub longest: usize,
     /// Default of `rms_norm_eps`.
@@ -58,6 +60,7 @@ impl PreNormSettings {
             qk_norm: false,
             qkv_bias: false,
             output_bias: false,
+            intermediate_size: None,
             longest: 4096,
             eps: 1e-6,
             windows,
@@ -96,7 +99,7 @@ pub(super) fn read(fields: &Fields, differences: PreNormSettings) -> Result<Mode
         fields.size::<i64>("max_position_embeddings")?.map_or(longest, |longest| longest as usize);
     let (rope, longest) = rope::shared_rope(fields, dim, trained_for)?;
     let eps = fields.number("rms_norm_eps")?.unwrap_or(differences.eps);
-    let intermediate_size = size("intermediate_size")?;
+    let intermediate_size = differences.intermediate_size.map_or_else(|| size("intermediate_size"), Ok)?;
     let scale = differences.attention_scale.unwrap_or((dim as f64).powf(-0.5));
     let sinks = read_attention_sinks(fields)?;
     let layer = |window| LayerSpec {

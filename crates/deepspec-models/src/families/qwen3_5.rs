@@ -5,7 +5,7 @@ use deepspec_checkpoint::{DecoderFamily, Fields, OUTPUT_GATE_KEY};
 use super::pre_norm::{self, PreNormSettings};
 use super::{llama, qwen3, rope};
 use crate::ModelError;
-use crate::config::{DraftLayers, FULL_LAYER_TYPE, ModelConfig, TargetFamily, layer_count};
+use crate::config::{DraftLayers, FULL_LAYER_TYPE, Family, ModelConfig, TargetFamily, layer_count};
 use crate::nn::{GatedDeltaSpec, NormWeight};
 
 /// The text part of Qwen3.5, dense.
@@ -47,14 +47,27 @@ const MAX_SIZE: i64 = 4096;
 fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
     let text = outer.object("text_config")?;
     let fields = text.as_ref().unwrap_or(outer);
+    if fields.size::<u64>("num_experts")?.is_some() {
+        let problem = "a mixture of experts; its `model_type` is \"qwen3_5_moe\" or \"qwen3_5_moe_text\"";
+        return Err(fields.error("num_experts", problem).into());
+    }
+    read_hybrid(outer, fields, &FAMILY, None)
+}
+
+/// Reads a config of `family` whose layers mix as those of Qwen3.5: `fields` is the text part of `outer`. `intermediate_size` is that of
+/// dense MLPs; None for the key.
+///
+/// # Errors
+/// As [`ModelConfig::load`].
+pub(super) fn read_hybrid(
+    outer: &Fields,
+    fields: &Fields,
+    family: Family,
+    intermediate_size: Option<i64>,
+) -> Result<ModelConfig, ModelError> {
     // Transformers' defaults are 4 and 256, whatever the other sizes.
     for key in ["num_key_value_heads", "head_dim"] {
         fields.required_size::<u64>(key)?;
-    }
-    if fields.size::<u64>("num_experts")?.is_some() {
-        let problem = "a mixture of experts (qwen3_5_moe) is not supported; vLLM can compute the states \
-                       (data.states: {server: URL})";
-        return Err(fields.error("num_experts", problem).into());
     }
     // The gate of linear attention's output.
     if let Some(other) = fields.text("output_gate_type")?.filter(|name| !["silu", "swish"].contains(name)) {
@@ -71,7 +84,8 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
     let own = PreNormSettings {
         qk_norm: true,
         longest: 32_768,
-        ..PreNormSettings::new(&FAMILY, vec![None; is_linear.len()])
+        intermediate_size,
+        ..PreNormSettings::new(family, vec![None; is_linear.len()])
     };
     let mut config = pre_norm::read(fields, own)?;
     let rotated = rotated_channels(fields, config.layers[0].rope.head_dim)?;

@@ -68,6 +68,7 @@ fn read_experts(fields: &Fields) -> Result<ExpertsSpec, ModelError> {
         count,
         active,
         width: fields.required_size("moe_intermediate_size")?,
+        shared_width: None,
         scores: RouterScores::SoftmaxOverAll { renormalise },
         tensors: ExpertTensors::EachOrStacked,
     })

@@ -1,7 +1,8 @@
 //! The MLP of a decoder layer: one gated MLP, or experts of which a router chooses some for each row.
 
 use deepspec_ops::{
-    Activation, Expert, GatedMlp, MixtureOfExperts, Router, Weight, gated_mlp, mixture_of_experts,
+    Activation, Expert, GatedMlp, MixtureOfExperts, Router, Weight, gated_mlp, in_whole_vectors,
+    mixture_of_experts,
 };
 use tch::Tensor;
 
@@ -12,7 +13,7 @@ use super::{Builder, Init, Linear};
 pub(super) enum Mlp {
     /// `down(act(gate(x)) ⊙ up(x))`.
     Dense(DenseMlp),
-    /// The weighted sum of such MLPs.
+    /// The weighted sum of such MLPs, and of a shared one if there is one.
     Experts(ExpertMlps),
 }
 
@@ -29,15 +30,27 @@ pub(super) struct ExpertMlps {
     router: Weight,
     bias: Option<Tensor>,
     experts: Vec<Expert>,
+    shared: Option<SharedExpert>,
     spec: ExpertsSpec,
     activation: Activation,
+}
+
+/// An expert that all rows have, weighted by the sigmoid of a gate.
+struct SharedExpert {
+    mlp: DenseMlp,
+    gate: Linear,
 }
 
 impl Mlp {
     pub fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
         match spec.experts {
             Some(experts) => Self::Experts(ExpertMlps::new(b, name, spec, experts)),
-            None => Self::Dense(DenseMlp::new(b, name, spec)),
+            None => Self::Dense(DenseMlp::new(
+                b,
+                name,
+                [spec.hidden_size, spec.intermediate_size],
+                spec.activation,
+            )),
         }
     }
 
@@ -51,13 +64,12 @@ impl Mlp {
 }
 
 impl DenseMlp {
-    fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
-        let (d, inner) = (spec.hidden_size, spec.intermediate_size);
+    fn new(b: &Builder, name: &str, [d, inner]: [i64; 2], activation: Activation) -> Self {
         Self {
             gate_proj: Linear::new(b, &format!("{name}.gate_proj"), d, inner),
             up_proj: Linear::new(b, &format!("{name}.up_proj"), d, inner),
             down_proj: Linear::new(b, &format!("{name}.down_proj"), inner, d),
-            activation: spec.activation,
+            activation,
         }
     }
 
@@ -71,6 +83,10 @@ impl DenseMlp {
 impl ExpertMlps {
     fn new(b: &Builder, name: &str, layer: &LayerSpec, spec: ExpertsSpec) -> Self {
         let (d, activation) = (layer.hidden_size, layer.activation);
+        let shared = spec.shared_width.map(|width| SharedExpert {
+            mlp: DenseMlp::new(b, &format!("{name}.shared_expert"), [d, width], activation),
+            gate: Linear::new(b, &format!("{name}.shared_expert_gate"), d, 1),
+        });
         let router = |module: &str| {
             b.linear_weight(&format!("{name}.{module}.weight"), &[spec.count, d], Init::Normal)
         };
@@ -79,6 +95,7 @@ impl ExpertMlps {
                 router: router("gate"),
                 bias: None,
                 experts: each_or_stacked(b, &format!("{name}.experts"), d, spec),
+                shared,
                 spec,
                 activation,
             },
@@ -86,6 +103,7 @@ impl ExpertMlps {
                 router: router("router"),
                 bias: Some(b.get(&format!("{name}.router.bias"), &[spec.count], Init::Zeros)),
                 experts: interleaved(b, &format!("{name}.experts"), d, spec),
+                shared,
                 spec,
                 activation,
             },
@@ -93,9 +111,15 @@ impl ExpertMlps {
     }
 
     fn forward(&self, x: &Tensor) -> Tensor {
-        let Self { router, bias, experts, spec, activation } = self;
+        let Self { router, bias, experts, shared, spec, activation } = self;
         let router = Router { weight: router, bias: bias.as_ref(), active: spec.active, scores: spec.scores };
-        mixture_of_experts(x, MixtureOfExperts { router, experts, activation: *activation })
+        let chosen = mixture_of_experts(x, MixtureOfExperts { router, experts, activation: *activation });
+        match shared {
+            Some(SharedExpert { mlp, gate }) => {
+                chosen + in_whole_vectors(&gate.forward(x), Tensor::sigmoid) * mlp.forward(x)
+            }
+            None => chosen,
+        }
     }
 }
 

@@ -52,6 +52,9 @@ pub struct ExpertsSpec {
     pub active: i64,
     /// I, width inside an expert.
     pub width: i64,
+    /// Width inside the expert that all rows have beside the chosen ones (`shared_expert`), if there is one. The sigmoid of
+    /// `shared_expert_gate` weighs it.
+    pub shared_width: Option<i64>,
     /// How the router weighs the experts of a row.
     pub scores: RouterScores,
     /// How the checkpoint stores them.
@@ -127,10 +130,13 @@ impl LayerSpec {
         self.hidden_size * heads.dim * (2 * heads.query + gates + heads.key_value + values)
     }
 
-    /// Number of weights of the MLP, or of the router and all experts.
+    /// Number of weights of the MLP, or of the router and all experts, the shared one included.
     pub fn mlp_weights(&self) -> i64 {
         match self.experts {
-            Some(ExpertsSpec { count, width, .. }) => count * self.hidden_size * (1 + 3 * width),
+            Some(ExpertsSpec { count, width, shared_width, .. }) => {
+                let shared = shared_width.map_or(0, |width| 1 + 3 * width);
+                self.hidden_size * (count * (1 + 3 * width) + shared)
+            }
             None => 3 * self.hidden_size * self.intermediate_size,
         }
     }

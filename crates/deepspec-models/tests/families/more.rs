@@ -4,7 +4,7 @@ use std::path::Path;
 
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::{
-    ExpertTensors, ExpertsSpec, GatedDeltaSpec, Heads, NormWeight, RouterScores, Scaling,
+    ExpertTensors, ExpertsSpec, GatedDeltaSpec, Heads, LayerSpec, NormWeight, RouterScores, Scaling,
 };
 use serde_json::{Value, json};
 
@@ -51,7 +51,7 @@ fn keys_of_more_families_are_read() {
     };
     let scores = RouterScores::SoftmaxOverAll { renormalise: false };
     let tensors = ExpertTensors::EachOrStacked;
-    let spec = ExpertsSpec { count: 8, active: 2, width: 16, scores, tensors };
+    let spec = ExpertsSpec { count: 8, active: 2, width: 16, shared_width: None, scores, tensors };
     let some = Some(spec);
     assert_eq!(experts(json!({"num_experts": 8})).unwrap(), [some; 6]);
     // As transformers 5.17 writes it, with dense layers.
@@ -104,7 +104,8 @@ fn gpt_oss_in_both_spellings() {
     assert_eq!(found.rms_norm_eps, 1e-5);
     let scores = RouterScores::SoftmaxOfChosen;
     let tensors = ExpertTensors::Interleaved;
-    assert_eq!(local.experts, Some(ExpertsSpec { count: 8, active: 2, width: 96, scores, tensors }));
+    let spec = ExpertsSpec { count: 8, active: 2, width: 96, shared_width: None, scores, tensors };
+    assert_eq!(local.experts, Some(spec));
     assert!(matches!(full.rope.scaling, Scaling::Yarn(yarn) if !yarn.truncate && yarn.factor == 32.0));
     let mut newer = sized("gpt_oss", gpt_oss());
     let keys = newer.as_object_mut().unwrap();
@@ -178,7 +179,7 @@ fn qwen3_5_in_all_its_spellings() {
         ("linear_conv_kernel_dim", json!(0), "linear_conv_kernel_dim"),
         ("head_dim", Value::Null, "missing"),
         ("num_key_value_heads", Value::Null, "missing"),
-        ("num_experts", json!(256), "qwen3_5_moe"),
+        ("num_experts", json!(256), "`model_type` is \"qwen3_5_moe\""),
         ("output_gate_type", json!("sigmoid"), "expected \"silu\""),
         ("attn_output_gate", json!(false), "without an output gate"),
         ("attention_bias", json!(true), "biases in attention"),
@@ -193,8 +194,49 @@ fn qwen3_5_in_all_its_spellings() {
     own["rope_parameters"]["partial_rotary_factor"] = json!(2.0);
     let told = parse(&sized("qwen3_5_text", own)).map(|_| ()).unwrap_err();
     assert!(told.contains("`partial_rotary_factor`: 2 of 256 channels"), "{told}");
-    let moe = parse(&sized("qwen3_5_moe", qwen3_5())).map(|_| ()).unwrap_err();
-    assert!(moe.contains("\"qwen3_5_moe\" is not supported"), "{moe}");
+}
+
+#[test]
+fn qwen3_5_moe_has_a_shared_expert_in_all_layers() {
+    let experts = json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24, "intermediate_size": null, "mlp_only_layers": []});
+    let mut own = qwen3_5();
+    own.as_object_mut().unwrap().extend(experts.as_object().unwrap().clone());
+    let text = sized("qwen3_5_moe_text", own.clone());
+    let found = architecture(&text);
+    let dense = architecture(&sized("qwen3_5_text", qwen3_5()));
+    let spec = ExpertsSpec {
+        count: 8,
+        active: 2,
+        width: 16,
+        shared_width: Some(24),
+        scores: RouterScores::SoftmaxOverAll { renormalise: true },
+        tensors: ExpertTensors::EachOrStacked,
+    };
+    for (layer, dense) in found.layers.iter().zip(&dense.layers) {
+        assert_eq!((layer.experts, layer.intermediate_size), (Some(spec), 3 * layer.hidden_size));
+        let intermediate_size = dense.intermediate_size;
+        assert_eq!(LayerSpec { experts: None, intermediate_size, ..layer.clone() }, *dense);
+    }
+    let d = found.hidden_size;
+    assert_eq!(found.layers[0].mlp_weights(), d * (8 * (1 + 3 * 16) + 1 + 3 * 24));
+    let mut outer = json!({"model_type": "qwen3_5_moe", "vision_config": {"hidden_size": 7}});
+    let mut inner = text;
+    outer["eos_token_id"] = inner.as_object_mut().unwrap().remove("eos_token_id").unwrap();
+    outer["text_config"] = inner;
+    assert_eq!(architecture(&outer), found);
+    for (key, value, hint) in [
+        ("num_experts", Value::Null, "missing"),
+        ("num_experts_per_tok", json!(9), "9 of 8 experts"),
+        ("shared_expert_intermediate_size", Value::Null, "missing"),
+        ("norm_topk_prob", json!(false), "add up to 1"),
+        ("mlp_only_layers", json!([0]), "all layers have experts"),
+    ] {
+        let mut changed = own.clone();
+        changed[key] = value;
+        let told = parse(&sized("qwen3_5_moe_text", changed)).map(|_| ()).unwrap_err();
+        assert!(told.contains(key) && told.contains(hint), "{told}");
+    }
 }
 
 /// Drafters have heads of 128, rotated whole, and none of the target's gates and linear attention.

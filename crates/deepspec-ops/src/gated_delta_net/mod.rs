@@ -148,8 +148,9 @@ fn run_chunk(rows: &DeltaRows, state: &Tensor) -> (Tensor, Tensor) {
     (y.transpose(1, 2), next)
 }
 
-/// Applies an element-wise function to rows `[.., H]`, padded to whole vectors of the processor.
-fn in_whole_vectors(x: &Tensor, function: impl Fn(&Tensor) -> Tensor) -> Tensor {
+/// Applies an element-wise function to rows `[.., H]`, padded to whole vectors of the processor. libtorch computes the rest of a tensor
+/// otherwise than whole vectors, so that a row's bits would depend on its place.
+pub fn in_whole_vectors(x: &Tensor, function: impl Fn(&Tensor) -> Tensor) -> Tensor {
     let width = *x.size().last().unwrap_or(&0);
     let missing = (-width).rem_euclid(GATE_UNIT);
     function(&x.constant_pad_nd([0, missing])).narrow(-1, 0, width)
