@@ -4,6 +4,7 @@ usage: dspark_v4.py (CONFIG.json WEIGHTS.safetensors INPUTS.safetensors OUTPUTS.
 
 Weights have the names of this project. Per stage: latent attention with sinks over a window of the context and the whole
 block, a mixture of experts, and hyper-connections around both. Positions of a block are those from its anchor on.
+dspark_v4_transformers.py compares the stages with transformers' modules.
 """
 
 import json
@@ -55,6 +56,13 @@ def connect(streams, weights, name, settings, sublayer):
     return torch.einsum("nj,nd->njd", post, written) + torch.einsum("nij,nid->njd", comb, streams)
 
 
+def collapse(streams, weights, settings):
+    """The hidden states [rows, d] that the heads read from the streams [rows, m, d]."""
+    out = rms(streams.reshape(len(streams), -1), settings["rms_norm_eps"]) @ weights["hc_head_fn"].T
+    shares = torch.sigmoid(out * weights["hc_head_scale"] + weights["hc_head_base"]) + settings["hc_eps"]
+    return torch.einsum("nm,nmd->nd", shares, streams)
+
+
 def expert(x, weights, name, limit, seen):
     gate, up = x @ weights[f"{name}.w1.weight"].T, x @ weights[f"{name}.w3.weight"].T
     if limit > 0:
@@ -63,18 +71,24 @@ def expert(x, weights, name, limit, seen):
     return (gate * torch.sigmoid(gate) * up) @ weights[f"{name}.w2.weight"].T
 
 
-def mixture(x, weights, name, settings, seen):
+def routes(x, weights, name, settings):
+    """Per row of x, the weights of its experts by their index."""
     scores = torch.sqrt(torch.log1p(torch.exp(x @ weights[f"{name}.gate.weight"].T)))
-    rows = []
-    for row, own in zip(x, scores):
+    for own in scores:
         chosen = torch.argsort(-(own + weights[f"{name}.gate.bias"]))[: settings["num_experts_per_tok"]].tolist()
         total = sum(own[e] for e in chosen)
-        seen.setdefault("experts", set()).update(chosen)
+        yield {e: settings["routed_scaling_factor"] * own[e] / total for e in chosen}
+
+
+def mixture(x, weights, name, settings, seen):
+    rows = []
+    for row, shares in zip(x, routes(x, weights, name, settings)):
+        seen.setdefault("experts", set()).update(shares)
         parts = [
-            own[e] / total * expert(row[None], weights, f"{name}.experts.{e}", settings["swiglu_limit"], seen)[0]
-            for e in chosen
+            share * expert(row[None], weights, f"{name}.experts.{e}", settings["swiglu_limit"], seen)[0]
+            for e, share in shares.items()
         ]
-        rows.append(settings["routed_scaling_factor"] * sum(parts))
+        rows.append(sum(parts))
     shared = expert(x, weights, f"{name}.shared_experts", settings["swiglu_limit"], seen)
     return torch.stack(rows) + shared
 
@@ -102,31 +116,30 @@ def attention(x, positions, context, anchor, weights, name, settings):
     return torch.einsum("bgi,gri->bgr", out, wo_a).reshape(len(x), -1) @ weights[f"{name}.wo_b.weight"].T
 
 
+def run_stage(streams, positions, kv, anchor, weights, name, settings, seen):
+    """The streams [B, m, d] of a block behind a stage. kv are the latents of the context, [anchor or more, D]."""
+    norm = lambda x, part: rms(x, settings["rms_norm_eps"], weights[f"{name}.{part}.weight"])
+    attend = lambda x: attention(norm(x, "attn_norm"), positions, kv, anchor, weights, f"{name}.attn", settings)
+    feed = lambda x: mixture(norm(x, "ffn_norm"), weights, f"{name}.ffn", settings, seen)
+    streams = connect(streams, weights, f"{name}.hc_attn", settings, attend)
+    return connect(streams, weights, f"{name}.hc_ffn", settings, feed)
+
+
 def block_states(config, weights, given, seen):
     """States of all blocks before the final norm, [A, B, d]."""
     settings, size = config["stage_config"], config["block_size"]
-    eps, m = settings["rms_norm_eps"], settings["hc_mult"]
-    context = rms(given["taps"] @ weights["fc.weight"].T, eps, weights["hidden_norm.weight"])
+    context = rms(given["taps"] @ weights["fc.weight"].T, settings["rms_norm_eps"], weights["hidden_norm.weight"])
     everywhere = torch.arange(len(context))
     all_states = []
     for anchor in given["anchors"].tolist():
         tokens = [given["input_ids"][anchor].item()] + [config["mask_token_id"]] * (size - 1)
         positions = torch.arange(anchor, anchor + size)
-        streams = given["embed"][tokens][:, None].repeat(1, m, 1)
+        streams = given["embed"][tokens][:, None].repeat(1, settings["hc_mult"], 1)
         for stage in range(config["num_hidden_layers"]):
             name = f"layers.{stage}"
             kv = latents(context, everywhere, weights, f"{name}.attn", settings)
-            attend = lambda x: attention(
-                rms(x, eps, weights[f"{name}.attn_norm.weight"]), positions, kv, anchor, weights, f"{name}.attn", settings
-            )
-            feed = lambda x: mixture(
-                rms(x, eps, weights[f"{name}.ffn_norm.weight"]), weights, f"{name}.ffn", settings, seen
-            )
-            streams = connect(streams, weights, f"{name}.hc_attn", settings, attend)
-            streams = connect(streams, weights, f"{name}.hc_ffn", settings, feed)
-        out = rms(streams.reshape(size, -1), eps) @ weights["hc_head_fn"].T
-        shares = torch.sigmoid(out * weights["hc_head_scale"] + weights["hc_head_base"]) + settings["hc_eps"]
-        all_states.append(torch.einsum("nm,nmd->nd", shares, streams))
+            streams = run_stage(streams, positions, kv, anchor, weights, name, settings, seen)
+        all_states.append(collapse(streams, weights, settings))
     return torch.stack(all_states)
 
 

@@ -1,12 +1,13 @@
-//! Tests DSpark of DeepSeek-V4: against its formulas in float64, its decoding against its training, and what its parts do.
+//! Tests DSpark of DeepSeek-V4: against its formulas in float64, the formulas against transformers' modules, its decoding against its
+//! training, and what its parts do.
 //!
-//! The comparison in float64 runs only if `DEEPSPEC_TEST_PYTHON` names a Python with torch and safetensors.
+//! The comparisons in float64 run only if `DEEPSPEC_TEST_PYTHON` names a Python with torch, transformers and safetensors.
 
 mod common;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{assert_close, max_abs, noise};
@@ -101,10 +102,8 @@ fn batch(model: &DSparkV4) -> BlockBatch {
     model.config().batch(&[sample()], LOSS.decay_gamma, Device::Cpu, Kind::Float).unwrap()
 }
 
-#[test]
-fn logits_losses_and_gradients_are_those_of_the_formulas_in_float64() {
-    let Some(python) = skip::python("torch and safetensors") else { return };
-    let root = tempfile::tempdir().unwrap();
+/// Writes two models with their inputs, each into its own folder of `root`. The tolerances see where the second one adds its ε.
+fn write_cases(root: &Path) -> [(PathBuf, DSparkV4); 2] {
     let other = StageSettings {
         o_groups: 4,
         sliding_window: 6,
@@ -112,12 +111,11 @@ fn logits_losses_and_gradients_are_those_of_the_formulas_in_float64() {
         num_experts_per_tok: 2,
         swiglu_limit: 0.0,
         hc_mult: 2,
-        hc_sinkhorn_iters: 1,
+        hc_sinkhorn_iters: 2,
+        hc_eps: 1e-2,
         rms_norm_eps: 1e-3,
         ..SMALL
     };
-    let cases =
-        [("small", SMALL), ("other", other)].map(|(name, stages)| (root.path().join(name), model(stages)));
     let given = sample();
     let anchors: Vec<i64> = given.anchors.iter().map(|&anchor| anchor as i64).collect();
     let tensors = [
@@ -129,19 +127,39 @@ fn logits_losses_and_gradients_are_those_of_the_formulas_in_float64() {
         ("decay_gamma", Tensor::from(LOSS.decay_gamma)),
         ("alphas", Tensor::from_slice(&[LOSS.ce_alpha, LOSS.l1_alpha, OBJECTIVE.confidence_alpha])),
     ];
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/dspark_v4.py");
-    let mut command = Command::new(python);
-    command.arg(script);
-    for (dir, model) in &cases {
-        fs::create_dir(dir).unwrap();
+    [("small", SMALL), ("other", other)].map(|(name, stages)| {
+        let (dir, model) = (root.join(name), model(stages));
+        fs::create_dir(&dir).unwrap();
         fs::write(dir.join("config.json"), Value::Object(model.config().to_json()).to_string()).unwrap();
         save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::Float).unwrap();
         Tensor::write_safetensors(&tensors, dir.join("given.safetensors")).unwrap();
-        let files = ["config.json", "model.safetensors", "given.safetensors", "out.safetensors"];
-        command.args(files.map(|file| dir.join(file)));
-    }
-    let run = command.output().unwrap();
+        (dir, model)
+    })
+}
+
+/// Runs a script of this folder on configs, weights and inputs of all cases, each followed by its file `output`.
+fn run_on_cases(python: &str, script: &str, cases: &[(PathBuf, DSparkV4)], output: Option<&str>) {
+    let files = ["config.json", "model.safetensors", "given.safetensors"].into_iter().chain(output);
+    let files = cases.iter().flat_map(|(dir, _)| files.clone().map(|file| dir.join(file)));
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(script);
+    let run = Command::new(python).arg(script).args(files).output().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+}
+
+/// The next test compares with the formulas, and by this one with an implementation of others.
+#[test]
+fn the_formulas_are_those_of_transformers() {
+    let Some(python) = skip::python("torch, transformers and safetensors") else { return };
+    let root = tempfile::tempdir().unwrap();
+    run_on_cases(&python, "dspark_v4_transformers.py", &write_cases(root.path()), None);
+}
+
+#[test]
+fn logits_losses_and_gradients_are_those_of_the_formulas_in_float64() {
+    let Some(python) = skip::python("torch and safetensors") else { return };
+    let root = tempfile::tempdir().unwrap();
+    let cases = write_cases(root.path());
+    run_on_cases(&python, "dspark_v4.py", &cases, Some("out.safetensors"));
     for (dir, model) in &cases {
         let out = Tensor::read_safetensors(dir.join("out.safetensors")).unwrap();
         compare(model, &out.into_iter().collect());
