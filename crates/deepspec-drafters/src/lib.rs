@@ -28,13 +28,13 @@ mod xpress;
 
 pub use assistant::{Assistant, AssistantProposer};
 pub use block_common::{
-    BackboneDrafter, BlockBatch, BlockDrafter, BlockProposerOf, BlockSpec, ConfidenceInputs, LayerType,
-    LossSum, anchor_candidates, slot_weight, supervised_draft_count,
+    BackboneDrafter, BlockBatch, BlockDrafter, BlockProposerOf, BlockSpec, ConfidenceInputs, Convolution,
+    LayerType, LossSum, anchor_candidates, slot_weight, supervised_draft_count,
 };
 pub use deepspec_ops::distill_loss::{BlockVerification, Dpace, Lk, LkForm, LossRecipe};
 pub use dflash2::{
-    Convolution, DFLASH2_SUMS, DFlash2, DFlash2Config, DFlash2Objective, DFlash2Plan, DFlash2Proposer,
-    DFlash2Recipe, DFlash2Settings, Selector,
+    DFLASH2_SUMS, DFlash2, DFlash2Config, DFlash2Objective, DFlash2Plan, DFlash2Proposer, DFlash2Recipe,
+    DFlash2Settings, Selector,
 };
 pub use domino::{
     DOMINO_SUMS, Domino, DominoConfig, DominoObjective, DominoPlan, DominoProposer, DominoRecipe,

@@ -8,6 +8,7 @@
 mod backbone;
 mod batch;
 mod blocks;
+mod convolution;
 mod cost;
 mod drafting;
 pub(crate) mod formats;
@@ -21,6 +22,7 @@ pub use backbone::Backbone;
 pub use batch::{BlockBatch, anchor_candidates, slot_weight, sum_of_slot_weights, supervised_draft_count};
 pub(crate) use blocks::IS_CAUSAL;
 pub use blocks::{BlockSpec, MAX_RANK, default_num_anchors};
+pub use convolution::{CONVOLUTION_KEYS, CONVOLUTION_RECIPE_KEYS, Convolution, LayerConvolutions};
 pub use cost::{FROZEN_FACTOR, TRAINED_FACTOR, block_flops, block_pass_rows};
 pub use drafting::{BlockStates, PrefixState, SlotInputs, grow_trees, propose};
 pub use layers::{DraftLayers, LayerType};

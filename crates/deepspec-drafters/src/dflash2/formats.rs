@@ -10,9 +10,9 @@ use deepspec_checkpoint::{
 use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
 
-use super::model::{Convolution, DFlash2Settings};
+use super::model::DFlash2Settings;
 use crate::block_common::formats::{GGUF_ARCHITECTURE, HEAD_KEYS, SGLANG_REFUSAL, merge_outer_block_size};
-use crate::block_common::{BlockSpec, IS_CAUSAL};
+use crate::block_common::{BlockSpec, CONVOLUTION_KEYS, IS_CAUSAL};
 use crate::draft_model::DrafterSettings as _;
 
 /// Reads checkpoints of DFlash 2 in all layouts.
@@ -22,8 +22,8 @@ pub static READER: Reader = Reader {
         "block_size",
         "sample_from_anchor",
         "mask_token_id",
-        "conv_kernel_size",
-        "conv_group_size",
+        CONVOLUTION_KEYS[0],
+        CONVOLUTION_KEYS[1],
         "selector_rank",
         "selector_top_k",
     ],
@@ -101,12 +101,11 @@ impl KindSettings for DFlash2Settings {
 
     fn lines(&self) -> Vec<(&'static str, String)> {
         let Self { blocks, convolution, selector_rank, selector_top_k } = self;
-        let Convolution { kernel_size, group_size } = convolution;
         let (drafted, size, slots) = (blocks.draft_len(), blocks.block_size, blocks.slots);
         vec![
             ("drafts", format!("{drafted} tokens in blocks of {size}; {slots}")),
             ("mask token", blocks.mask_token_id.to_string()),
-            ("convolution", format!("{kernel_size} taps, groups of {group_size} channels")),
+            ("convolution", convolution.describe()),
             ("selector", format!("of rank {selector_rank} over {selector_top_k} candidates a slot")),
         ]
     }
@@ -117,19 +116,15 @@ impl KindSettings for DFlash2Settings {
 
     fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes) {
         let [width, vocab] = [drafter.hidden_size, drafter.vocab_size].map(|size| size as usize);
-        let [kernel_size, group, rank] =
-            [self.convolution.kernel_size, self.convolution.group_size, self.selector_rank]
-                .map(|size| size as usize);
-        let mut put = |name: String, shape: Vec<usize>| shapes.push((name, shape));
-        put("hidden_norm.weight".into(), vec![width]);
-        for (layer, half) in (0..drafter.layers).flat_map(|layer| [(layer, "attention"), (layer, "mlp")]) {
-            let conv = format!("layers.{layer}.{half}_conv");
-            put(format!("{conv}.base_kernel"), vec![2, kernel_size, width]);
-            put(format!("{conv}.kernel_projection.weight"), vec![2 * kernel_size * (width / group), width]);
-        }
-        put("candidate_selector.predecessor_codebook".into(), vec![vocab, rank]);
-        put("candidate_selector.successor_codebook".into(), vec![vocab, rank]);
-        put("candidate_selector.hidden_projection.weight".into(), vec![rank, width]);
+        let rank = self.selector_rank as usize;
+        shapes.push(("hidden_norm.weight".into(), vec![width]));
+        self.convolution.add_tensor_shapes(drafter, shapes);
+        let selector = [
+            ("predecessor_codebook", [vocab, rank]),
+            ("successor_codebook", [vocab, rank]),
+            ("hidden_projection.weight", [rank, width]),
+        ];
+        shapes.extend(selector.map(|(name, shape)| (format!("candidate_selector.{name}"), shape.to_vec())));
     }
 
     fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {

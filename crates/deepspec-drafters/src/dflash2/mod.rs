@@ -6,7 +6,7 @@ mod formats;
 mod model;
 mod train;
 
-pub use model::{Convolution, DFlash2, DFlash2Config, DFlash2Recipe, DFlash2Settings, Selector};
+pub use model::{DFlash2, DFlash2Config, DFlash2Recipe, DFlash2Settings, Selector};
 pub use train::{
     DFLASH2_INFO, DFLASH2_SUMS, DFlash2Objective, DFlash2Plan, DFlash2Proposer, build_plan, read_recipe,
 };

@@ -16,8 +16,8 @@ use tch::{Kind, Tensor};
 
 use crate::ConfigIssue;
 use crate::block_common::{
-    Backbone, BackboneDrafter, BlockDrafter, BlockSpec, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK,
-    PrefixState, SlotInputs,
+    Backbone, BackboneDrafter, BlockDrafter, BlockSpec, CONVOLUTION_RECIPE_KEYS, Convolution, DraftLayers,
+    IS_CAUSAL, LayerConvolutions, LayerType, MAX_RANK, PrefixState, SlotInputs,
 };
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
@@ -50,22 +50,6 @@ pub struct DFlash2Recipe {
     /// Weights of the distillation losses on the LM head's logits; absent means cross entropy with the label.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<LossRecipe>,
-}
-
-/// The convolutions along the slots of a block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct Convolution {
-    /// K: a slot and the K − 1 before it.
-    pub kernel_size: i64,
-    /// c, channels that share a dynamic part of their coefficients.
-    pub group_size: i64,
-}
-
-impl Default for Convolution {
-    fn default() -> Self {
-        Self { kernel_size: 2, group_size: 16 }
-    }
 }
 
 /// The selector of a path over candidates.
@@ -136,8 +120,8 @@ impl DrafterSettings for DFlash2Settings {
     const CLASS: &'static str = "DFlash2Model";
     const CHOOSES_SLOTS: bool = false;
     const RECIPE_KEYS: &'static [(&'static str, &'static str)] = &[
-        ("conv_kernel_size", "convolution.kernel_size"),
-        ("conv_group_size", "convolution.group_size"),
+        CONVOLUTION_RECIPE_KEYS[0],
+        CONVOLUTION_RECIPE_KEYS[1],
         ("selector_rank", "selector.rank"),
         ("selector_top_k", "selector.top_k"),
     ];
@@ -145,10 +129,7 @@ impl DrafterSettings for DFlash2Settings {
     fn read(fields: &Fields) -> Result<Self, CheckpointError> {
         Ok(Self {
             blocks: BlockSpec::read(fields, SlotTarget::FillIn)?,
-            convolution: Convolution {
-                kernel_size: fields.required_size("conv_kernel_size")?,
-                group_size: fields.required_size("conv_group_size")?,
-            },
+            convolution: Convolution::read(fields)?,
             selector_rank: fields.required_size("selector_rank")?,
             selector_top_k: fields.required_size("selector_top_k")?,
         })
@@ -175,27 +156,23 @@ impl DrafterSettings for DFlash2Settings {
     fn shrink(&mut self) {
         self.blocks.shrink();
         (self.selector_rank, self.selector_top_k) = (8, self.selector_top_k.min(8));
-        self.convolution.group_size = 1; // divides any width
+        self.convolution.shrink();
     }
 
     fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStartCheck) {
         self.blocks.compare_for_warm_start(&from.blocks, transfer);
-        let keys = Self::RECIPE_KEYS.iter().map(|(_, key)| *key);
-        for ((key, (_, there)), (_, here)) in keys.zip(from.named_sizes()).zip(self.named_sizes()) {
-            transfer.compare(key, there, here);
-        }
+        self.convolution.compare_for_warm_start(&from.convolution, transfer);
+        transfer.compare("selector.rank", from.selector_rank, self.selector_rank);
+        transfer.compare("selector.top_k", from.selector_top_k, self.selector_top_k);
     }
 }
 
 impl DFlash2Settings {
-    /// Keys of config.json with the sizes of convolutions and selector, in the order of `RECIPE_KEYS`.
+    /// Keys of config.json with the sizes of convolutions and selector.
     pub(super) fn named_sizes(&self) -> [(&'static str, i64); 4] {
-        [
-            ("conv_kernel_size", self.convolution.kernel_size),
-            ("conv_group_size", self.convolution.group_size),
-            ("selector_rank", self.selector_rank),
-            ("selector_top_k", self.selector_top_k),
-        ]
+        let [kernel_size, group_size] = self.convolution.named_sizes();
+        let selector = [("selector_rank", self.selector_rank), ("selector_top_k", self.selector_top_k)];
+        [kernel_size, group_size, selector[0], selector[1]]
     }
 
     /// Checks the settings against each other, against the vocabulary and against the hidden size `width`.
@@ -214,75 +191,9 @@ impl DFlash2Settings {
             found if (1..=most).contains(&found) => Ok(()),
             found => Err((key, format!("{found} is not between 1 and {most}"))),
         };
-        within("conv_kernel_size", self.convolution.kernel_size, self.blocks.block_size as i64)?;
         within("selector_rank", self.selector_rank, MAX_RANK)?;
         within("selector_top_k", self.selector_top_k, vocab_size)?;
-        let group = self.convolution.group_size;
-        if group < 1 || width % group != 0 {
-            return Err(("conv_group_size", format!("{group} does not divide the hidden size {width}")));
-        }
-        Ok(())
-    }
-}
-
-/// Two causal depthwise convolutions with input-dependent kernels. The normed input determines both kernels, including the kernel of the
-/// convolution after the sublayer. Both are initialised to the identity.
-///
-/// Output of slot t: `Σ_{o<K} (base[o] + δ_t[o, group]) ⊙ x_{t−o}`, with zeros before the block. δ is a projection of the normed input.
-pub struct ConvolutionPair {
-    base: Tensor,       // [2, K, d]
-    projection: Linear, // d -> 2·K·d/c
-    shape: Convolution,
-    /// Slots of a block, B.
-    block_size: i64,
-}
-
-/// Index of the convolution before attention or MLP.
-const PRE_CONV: i64 = 0;
-/// Index of the convolution after attention or MLP.
-const POST_CONV: i64 = 1;
-
-impl ConvolutionPair {
-    /// Requests the parameters of the convolutions `name` from the builder.
-    pub fn new(b: &Builder, name: &str, width: i64, shape: Convolution, block_size: usize) -> Self {
-        let Convolution { kernel_size, group_size } = shape;
-        let deltas = 2 * kernel_size * width / group_size;
-        Self {
-            base: b.get(&format!("{name}.base_kernel"), &[2, kernel_size, width], Init::Identity),
-            projection: Linear::zero_init(b, &format!("{name}.kernel_projection"), width, deltas),
-            shape,
-            block_size: block_size as i64,
-        }
-    }
-
-    /// Convolves `normed`, runs `sublayer` on it and convolves the output. Rows are whole blocks, `[N·B, d]`.
-    pub fn convolve_around(&self, normed: &Tensor, sublayer: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
-        let Convolution { kernel_size, group_size } = self.shape;
-        let groups = normed.size()[1] / group_size;
-        let deltas = self.projection.forward(normed).view([-1, self.block_size, 2, kernel_size, groups, 1]);
-        let deltas = deltas.permute([2, 3, 0, 1, 4, 5]); // [2, K, N, B, d/c, 1]
-        let input = self.convolve(PRE_CONV, &deltas, normed);
-        self.convolve(POST_CONV, &deltas, &sublayer(&input))
-    }
-
-    /// Applies the convolution `place` ([`PRE_CONV`] or [`POST_CONV`]) to rows of whole blocks `[N·B, d]`.
-    fn convolve(&self, place: i64, deltas: &Tensor, x: &Tensor) -> Tensor {
-        let (size, groups) = (self.block_size, deltas.size()[4]);
-        let x = x.view([-1, size, groups, self.shape.group_size]);
-        let term_at = |offset: i64| {
-            // Shifts by `offset` slots: x_{t−o}, zeros before the block.
-            let read = if offset == 0 {
-                x.shallow_clone()
-            } else {
-                let kept = size - offset;
-                x.narrow(1, 0, kept).constant_pad_nd([0, 0, 0, 0, size - kept, 0])
-            };
-            let base = self.base.get(place).get(offset).view([groups, self.shape.group_size]);
-            &read * base + &read * deltas.get(place).get(offset)
-        };
-        let first = term_at(0);
-        let y = (1..self.shape.kernel_size).fold(first, |sum, offset| sum + term_at(offset));
-        y.view([-1, groups * self.shape.group_size])
+        self.convolution.check(&self.blocks, width)
     }
 }
 
@@ -362,36 +273,13 @@ pub struct DFlash2Modules {
     pub(super) selector: CandidateSelector,
 }
 
-/// Convolutions around attention and around the MLP of one layer.
-struct LayerConvolutions {
-    attention: ConvolutionPair,
-    mlp: ConvolutionPair,
-}
-
-impl LayerHook for LayerConvolutions {
-    fn around_attention(&self, normed: &Tensor, attention: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
-        self.attention.convolve_around(normed, attention)
-    }
-
-    fn around_mlp(&self, normed: &Tensor, mlp: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
-        self.mlp.convolve_around(normed, mlp)
-    }
-}
-
 impl DFlash2Modules {
     /// Requests the parameters from the builder, in the order in which they are trained.
     pub(super) fn build(b: &Builder, config: &DFlash2Config) -> Self {
-        let (model, size) = (&config.decoder.model, config.settings.blocks.block_size);
-        let convolutions = |layer: usize| {
-            let of = |half: &str| {
-                let name = format!("layers.{layer}.{half}_conv");
-                ConvolutionPair::new(b, &name, model.hidden_size, config.settings.convolution, size)
-            };
-            LayerConvolutions { attention: of("attention"), mlp: of("mlp") }
-        };
+        let (model, settings) = (&config.decoder.model, &config.settings);
         Self {
             backbone: Backbone::new(b, model),
-            convolutions: (0..model.layers.len()).map(convolutions).collect(),
+            convolutions: LayerConvolutions::of_layers(b, model, settings.convolution, &settings.blocks),
             selector: CandidateSelector::new(b, config),
         }
     }

@@ -12,8 +12,7 @@ use deepspec_ops::{add_rows, grad_or_zeros};
 use tch::{Kind, Tensor};
 
 use super::model::{
-    CandidateSelector, Candidates, Convolution, DFlash2, DFlash2Config, DFlash2Modules, DFlash2Recipe,
-    DFlash2Settings,
+    CandidateSelector, Candidates, DFlash2, DFlash2Config, DFlash2Modules, DFlash2Recipe, DFlash2Settings,
 };
 use crate::block_common::sums::{LoggedSums, ratio};
 use crate::block_common::{
@@ -146,23 +145,19 @@ impl DrafterKind for DFlash2Modules {
         let (model, settings) = (plan.config.model(), &plan.config.settings);
         let (d, vocab, rank) =
             (model.hidden_size as f64, model.vocab_size as f64, settings.selector_rank as f64);
-        let kernel_coefficients =
-            (SUBLAYERS_PER_LAYER * model.layers.len() * coefficients_per_sublayer(&plan.config)) as f64;
+        let kernels = settings.convolution.multiplications(model);
         let (size, draft_len) = (settings.blocks.block_size as f64, settings.draft_len() as f64);
         block_flops(&plan.config, samples, |blocks, rows| {
             let pairs = rows * settings.selector_top_k as f64 * rank;
             let (draft_logits, target_logits) = (FROZEN_FACTOR * rows * d * vocab, rows * d * vocab);
-            let trained = blocks * (size * d * kernel_coefficients + draft_len * d * rank) + pairs;
+            let trained = blocks * (size * kernels + draft_len * d * rank) + pairs;
             draft_logits + target_logits + TRAINED_FACTOR * trained
         })
     }
 
-    /// Autograd saves each convolution's input once per kernel position, and the coefficients.
     fn pass_rows(plan: &DFlash2Plan, samples: &[SampleSize]) -> PassRows {
         let config = &plan.config;
-        let saved_inputs = config.settings.convolution.kernel_size * config.decoder.model.hidden_size;
-        let own_values = SUBLAYERS_PER_LAYER
-            * (CONVOLUTIONS_PER_SUBLAYER * saved_inputs as usize + coefficients_per_sublayer(config));
+        let own_values = config.settings.convolution.saved_values(config.model());
         PassRows { own_values, ..block_pass_rows(&config.decoder, &config.settings.blocks, samples) }
     }
 
@@ -295,15 +290,3 @@ impl DFlash2 {
 /// Sums that only DFlash 2 has: the selector's weighted cross entropy, and the number of labels among the candidates. Accept rates of
 /// DFlash 2 are those of the selector after the true previous tokens.
 pub const DFLASH2_SUMS: [&str; 2] = ["selector", "recalled"];
-
-/// Sublayers of a layer that convolutions wrap: attention and MLP.
-const SUBLAYERS_PER_LAYER: usize = 2;
-/// Convolutions per sublayer: one before and one after.
-const CONVOLUTIONS_PER_SUBLAYER: usize = 2;
-
-/// Number of coefficients δ per row that one projection computes.
-fn coefficients_per_sublayer(config: &DFlash2Config) -> usize {
-    let Convolution { kernel_size, group_size } = config.settings.convolution;
-    let channels = config.model().hidden_size / group_size;
-    (CONVOLUTIONS_PER_SUBLAYER as i64 * kernel_size * channels) as usize
-}
