@@ -341,6 +341,7 @@ fn xpress_in_its_place_is_found_in_order() {
             rank: 16,
             mlp_ratio: 2,
             num_passes: 4,
+            convolution: None,
         },
     };
     let objective = XPressObjective {

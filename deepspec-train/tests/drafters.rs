@@ -22,6 +22,9 @@ const DFLASH2: &str = "drafter={dflash2: {block_size: 5, num_draft_layers: 1, ma
 
 const XPRESS: &str = "drafter={xpress: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, refiner: {rank: 16}}}";
 
+const XPRESS_ON_DFLASH2: &str = "drafter={xpress: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, \
+    backbone: dflash2, refiner: {rank: 16}}}";
+
 const DSPARK_V4: &str = "drafter={dspark_v4: {block_size: 4, num_nextn_predict_layers: 1, mask_token_id: 1023, num_anchors: 6, \
     markov_rank: 16, stage_config: {num_attention_heads: 2, head_dim: 16, qk_rope_head_dim: 8, q_lora_rank: 16, o_lora_rank: 16, \
     o_groups: 2, sliding_window: 16, n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32}}}";
@@ -320,7 +323,15 @@ fn xpress_learns_drafts_and_goes_on_after_a_kill() {
         &["drafter.xpress.refiner.num_passes", "65 is not between 1 and 64"],
     );
     wrong("drafter.xpress.mask_token_id=5000", &["drafter.xpress.mask_token_id", "5000 is outside"]);
-    Bench::new().succeeds(&[set(&[XPRESS, "drafter.xpress.refiner.rank=100"]), vec!["--plan"]].concat());
+    Bench::new().fails(
+        &set(&[XPRESS_ON_DFLASH2, "drafter.xpress.convolution={group_size: 17}"]),
+        2,
+        &["drafter.xpress.convolution.group_size", "17 does not divide"],
+    );
+    // Planning uses a model of width and vocabulary 64, which is too small for either setting.
+    let large = ["drafter.xpress.refiner.rank=100", "drafter.xpress.convolution={group_size: 48}"];
+    let large = [&[XPRESS_ON_DFLASH2], &large[..]].concat();
+    Bench::new().succeeds(&[set(&large), vec!["--plan"]].concat());
     // Another number of passes fits the same weights, another rank does not.
     let init = format!("train.init_from={}", step(&bench, STEPS).display());
     let again = Bench::new();
@@ -330,6 +341,11 @@ fn xpress_learns_drafts_and_goes_on_after_a_kill() {
         &set(&[XPRESS, &init, "drafter.xpress.refiner.rank=8"]),
         2,
         &["refiner.rank 16 there, 8 here"],
+    );
+    other.fails(
+        &set(&[XPRESS, &init, "drafter.xpress.backbone=dflash2"]),
+        2,
+        &["backbone dflash there, dflash2 here"],
     );
 }
 
@@ -482,7 +498,7 @@ fn frozen_parts_stay_and_the_others_learn() {
     let block = trained(&["train.max_train_steps=6"]);
     let eagle3 = trained(&[EAGLE3, "train.max_train_steps=6"]);
     let dflash2 = trained(&[DFLASH2, "train.max_train_steps=6"]);
-    let xpress = trained(&[XPRESS, "train.max_train_steps=6"]);
+    let xpress = trained(&[XPRESS_ON_DFLASH2, "train.max_train_steps=6"]);
     type Case<'a> = (&'a Bench, &'a [&'a str], &'a str, &'a [&'a str]);
     let cases: [Case; 8] = [
         (&block, &[], "backbone", &heads),
@@ -491,8 +507,8 @@ fn frozen_parts_stay_and_the_others_learn() {
         (&block, &[], "backbone, confidence", &["markov_head."]),
         (&eagle3, &[EAGLE3], "fusion, layers", &["norm."]),
         (&dflash2, &[DFLASH2], "backbone", &["candidate_selector."]),
-        (&xpress, &[XPRESS], "backbone", &["xpress_head."]),
-        (&xpress, &[XPRESS], "refiner", &["fc.", "hidden_norm.", "layers.", "norm."]),
+        (&xpress, &[XPRESS_ON_DFLASH2], "backbone", &["xpress_head."]),
+        (&xpress, &[XPRESS_ON_DFLASH2], "refiner", &["fc.", "hidden_norm.", "layers.", "norm."]),
     ];
     for (from, more, frozen, learns) in cases {
         let given = parameters(from, 6);

@@ -63,6 +63,8 @@ fn domino(anchors: usize, block_size: usize) -> Value {
 fn xpress() -> Value {
     let mut block = block(96, 8, 2);
     block["refiner"] = json!({"rank": 128});
+    block["backbone"] = json!("dflash2");
+    block["convolution"] = json!({"kernel_size": 6, "group_size": 16});
     json!({"xpress": block})
 }
 
@@ -230,7 +232,7 @@ fn dflash_with_long_blocks() {
 }
 
 #[test]
-fn xpress_with_three_rounds() {
+fn xpress_with_three_rounds_on_dflash2() {
     Case { drafter: xpress(), gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }
         .check();
 }

@@ -76,6 +76,6 @@ pub use spec::{DrafterSpec, Recipe};
 pub use token_common::Eagle3Norms;
 pub use train_state::{TRAIN_STATE_FILE, trained_with_thinking};
 pub use xpress::{
-    Consistency, RefinerRecipe, XPRESS_SUMS, XPress, XPressConfig, XPressObjective, XPressPlan,
-    XPressProposer, XPressRecipe, XPressSettings,
+    Consistency, RefinerRecipe, XPRESS_SUMS, XPress, XPressBackbone, XPressConfig, XPressObjective,
+    XPressPlan, XPressProposer, XPressRecipe, XPressSettings,
 };

@@ -91,8 +91,13 @@ fn with_domino_the_first_tokens_have_the_targets_joint_law() {
 
 #[test]
 fn with_xpress_the_first_tokens_have_the_targets_joint_law() {
-    let settings =
-        XPressSettings { blocks: blocks(SlotTarget::FillIn), rank: 8, mlp_ratio: 2, num_passes: 2 };
+    let settings = XPressSettings {
+        blocks: blocks(SlotTarget::FillIn),
+        rank: 8,
+        mlp_ratio: 2,
+        num_passes: 2,
+        convolution: Some(Convolution::default()),
+    };
     assert_lossless(chi_square_ratios(settings, |drafter: XPress| XPressProposer::new(drafter, SLOTS)));
 }
 

@@ -2,7 +2,7 @@
 //! and full key.
 
 use deepspec_core::config;
-use deepspec_drafters::{DrafterSpec, Recipe};
+use deepspec_drafters::{Convolution, DrafterSpec, Recipe};
 
 const MINIMAL: &str = "
 name: tiny
@@ -128,6 +128,16 @@ fn xpress_has_its_authors_defaults() {
     // 0.9 times the total variation, which is half of the L1 norm.
     assert_eq!((own.loss().ce_alpha, own.loss().l1_alpha, own.loss().decay_gamma), (0.1, 0.45, 4.0));
     assert_eq!(read(&config::to_yaml(&recipe).unwrap(), &[]).unwrap(), recipe);
+    assert_eq!(own.convolution(), None);
+    let on_dflash2 = |more: &[&str]| {
+        let recipe = read(&text, &[&["drafter.xpress.backbone=dflash2"], more].concat()).unwrap();
+        assert_eq!(read(&config::to_yaml(&recipe).unwrap(), &[]).unwrap(), recipe);
+        let DrafterSpec::XPress(own) = recipe.drafter else { panic!("xPress") };
+        own.convolution()
+    };
+    assert_eq!(on_dflash2(&[]), Some(Convolution::default()));
+    let three_taps = Some(Convolution { kernel_size: 3, ..Convolution::default() });
+    assert_eq!(on_dflash2(&["drafter.xpress.convolution={kernel_size: 3}"]), three_taps);
     let wrong = |change: &str, hint: &str| {
         let error = read(&text, &[&format!("drafter.xpress.{change}")]).unwrap_err();
         assert!(error.contains(hint), "{change}: {error}");
@@ -138,6 +148,8 @@ fn xpress_has_its_authors_defaults() {
     wrong("consistency.passes=65", "`drafter.xpress.consistency.passes`: 65 is not between 0 and 64");
     wrong("consistency.rounds=2", "`drafter.xpress.consistency.rounds`");
     wrong("slots=fill_in", "`drafter.xpress.slots`");
+    wrong("backbone=domino", "unknown variant `domino`, expected `dflash` or `dflash2`");
+    wrong("convolution={}", "`drafter.xpress.convolution`: only the backbone dflash2 has convolutions");
     wrong("loss={decay_gamma: 3}", "`drafter.xpress.loss`: all weights are 0");
 }
 

@@ -88,6 +88,7 @@ fn gradients_are_those_of_kept_activations() {
             "{{dflash2: {{{BLOCKS}, convolution: {{kernel_size: 2, group_size: 8}}, selector: {{rank: 8, top_k: 40}}}}}}"
         ),
         format!("{{xpress: {{{BLOCKS}, refiner: {{rank: 8}}}}}}"),
+        format!("{{xpress: {{{BLOCKS}, backbone: dflash2, refiner: {{rank: 8}}}}}}"),
         format!("{{domino: {{{BLOCKS}, gru: {{hidden_size: 12, rank: 8}}}}}}"),
     ] {
         let (sums, kept) = pass(&drafter, &[], false);

@@ -3,7 +3,8 @@
 usage: speculators_xpress.py (CHECKPOINT INPUTS.safetensors OUTPUTS.safetensors)...
 
 Blocks start where INPUTS says: the package draws its anchors, so the draw is replaced. Calls of the refiner are recorded, and
-the mask of its mixing is restored.
+the mask of its mixing is restored. The xPress of version 0.9 has the layers of DFlash only. On DFlash 2 it runs with the layers of
+the same package's DFlash 2.
 """
 
 import sys
@@ -13,16 +14,25 @@ from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.dflash import core as dflash
+from speculators.models.dflash2.model_definitions import Qwen3DFlash2DecoderLayer
 from speculators.models.xpress import XPressDraftModel
 
 FROZEN = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+class XPressOnDFlash2(XPressDraftModel):
+    def _make_decoder_layer(self, config, layer_idx):
+        sizes = {key: getattr(config, key) for key in ("block_size", "conv_kernel_size", "conv_group_size")}
+        return Qwen3DFlash2DecoderLayer(config.transformer_layer_config, layer_idx, **sizes)
 
 
 def run(checkpoint, inputs, outputs):
     config = SpeculatorModelConfig.from_pretrained(checkpoint)
     # The default attention is compiled for GPUs; the eager one is the same in plain operators.
     config.transformer_layer_config._attn_implementation = "eager"
-    model = SpeculatorModel.from_pretrained(checkpoint, config=config).float()
+    on_dflash2 = getattr(config, "xpress_backbone", "dflash") == "dflash2"
+    kind = XPressOnDFlash2 if on_dflash2 else SpeculatorModel
+    model = kind.from_pretrained(checkpoint, config=config).float()
     assert isinstance(model, XPressDraftModel) and not config.sample_from_anchor
     # `from_pretrained` leaves this buffer uninitialised: no checkpoint holds it, and it is computed before weights are loaded.
     shape = model.block_size, model.block_size

@@ -13,8 +13,8 @@ use common::{assert_close, max_abs, noise};
 use deepspec_checkpoint::{CheckpointFormat, Target, convert};
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, Consistency, DraftDecoder, LossDenominator, LossRecipe, LossSum, TrainSample, XPRESS_SUMS,
-    XPress, XPressConfig, XPressObjective, XPressProposer, XPressSettings, open_checkpoint,
+    BlockSpec, Consistency, Convolution, DraftDecoder, LossDenominator, LossRecipe, LossSum, TrainSample,
+    XPRESS_SUMS, XPress, XPressConfig, XPressObjective, XPressProposer, XPressSettings, open_checkpoint,
 };
 use deepspec_engine::Context;
 use deepspec_models::{ModelConfig, save};
@@ -55,7 +55,7 @@ fn theirs(name: &str) -> String {
 }
 
 /// A random drafter, all of whose parameters matter, and its target, under `root`. Also returns the weight of the target's final norm.
-fn models(root: &Path) -> (XPress, Tensor) {
+fn models(root: &Path, convolution: Option<Convolution>) -> (XPress, Tensor) {
     let target = json!({
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": WIDTH, "intermediate_size": 48,
         "num_hidden_layers": TARGET_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -85,6 +85,7 @@ fn models(root: &Path) -> (XPress, Tensor) {
             rank: 8,
             mlp_ratio: 2,
             num_passes: PASSES,
+            convolution,
         },
     };
     let ends = [1, 2].map(|seed| noise(seed, &[VOCAB, WIDTH]) * 0.3);
@@ -93,6 +94,7 @@ fn models(root: &Path) -> (XPress, Tensor) {
     for (seed, (name, parameter)) in model.parameters().iter().enumerate() {
         let scale = match name.as_str() {
             name if name.starts_with("xpress_head.") => 0.25,
+            name if name.contains("_conv.") => 0.2,
             _ if parameter.dim() == 1 => 0.2,
             _ => continue,
         };
@@ -161,35 +163,49 @@ fn drafted_logits(dir: &Path, sample: &TrainSample, anchors: &[usize]) -> Tensor
     Tensor::stack(&logits, 1)
 }
 
+/// The backbones of DFlash and of DFlash 2, by folder.
+const BACKBONES: [(&str, Option<Convolution>); 2] =
+    [("dflash", None), ("dflash2", Some(Convolution { kernel_size: 3, group_size: 8 }))];
+
 #[test]
 fn speculators_trains_and_refines_a_converted_xpress_alike() {
     let Some(python) = skip::speculators_python("speculators and torch") else { return };
     let root = tempfile::tempdir().unwrap();
-    let (model, norm) = models(root.path());
-    let (drafter, target) = (root.path().join("drafter"), root.path().join("target"));
-    let target = Target::open(&target, target.to_str().unwrap()).unwrap();
-    let source = open_checkpoint(&drafter).unwrap();
-    let converted = convert(&source, CheckpointFormat::Speculators, Some(&target)).unwrap();
-    converted.write(&root.path().join("speculators"), false).unwrap();
-
-    let mut given = sample();
-    let anchors = ANCHORS.map(|anchor| anchor as i64);
-    let tensors = [
-        ("input_ids", Tensor::from_slice(&given.input_ids).unsqueeze(0)),
-        ("loss_mask", Tensor::from_slice(&given.loss_mask).to_kind(Kind::Float).unsqueeze(0)),
-        ("taps", given.taps.unsqueeze(0)),
-        ("last", given.last.unsqueeze(0)),
-        ("anchors", Tensor::from_slice(&anchors)),
-    ];
-    Tensor::write_safetensors(&tensors, root.path().join("given.safetensors")).unwrap();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/speculators_xpress.py");
     let mut command = Command::new(python);
     command.arg(script).env("HF_HUB_OFFLINE", "1");
-    command.args(["speculators", "given.safetensors", "out.safetensors"].map(|file| root.path().join(file)));
+    let given = sample();
+    let made = BACKBONES.map(|(name, convolution)| {
+        let dir = root.path().join(name);
+        let (model, norm) = models(&dir, convolution);
+        let (drafter, target) = (dir.join("drafter"), dir.join("target"));
+        let target = Target::open(&target, target.to_str().unwrap()).unwrap();
+        let source = open_checkpoint(&drafter).unwrap();
+        let converted = convert(&source, CheckpointFormat::Speculators, Some(&target)).unwrap();
+        converted.write(&dir.join("speculators"), false).unwrap();
+        let tensors = [
+            ("input_ids", Tensor::from_slice(&given.input_ids).unsqueeze(0)),
+            ("loss_mask", Tensor::from_slice(&given.loss_mask).to_kind(Kind::Float).unsqueeze(0)),
+            ("taps", given.taps.unsqueeze(0)),
+            ("last", given.last.unsqueeze(0)),
+            ("anchors", Tensor::from_slice(&ANCHORS.map(|anchor| anchor as i64))),
+        ];
+        Tensor::write_safetensors(&tensors, dir.join("given.safetensors")).unwrap();
+        command.args(["speculators", "given.safetensors", "out.safetensors"].map(|file| dir.join(file)));
+        (dir, model, norm)
+    });
     let run = command.output().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    for (dir, model, norm) in &made {
+        compare(dir, model, norm);
+    }
+}
+
+/// Compares logits, losses and gradients with those of the package.
+fn compare(dir: &Path, model: &XPress, norm: &Tensor) {
+    let (mut given, drafter) = (sample(), dir.join("drafter"));
     let out: BTreeMap<String, Tensor> =
-        Tensor::read_safetensors(root.path().join("out.safetensors")).unwrap().into_iter().collect();
+        Tensor::read_safetensors(dir.join("out.safetensors")).unwrap().into_iter().collect();
 
     // Logits of the LM head, after the true tokens, and of the last Jacobi pass. Their slot 0 drafts nothing.
     let drafts = |name: &str| out[name].narrow(-2, 1, GAMMA as i64);

@@ -43,7 +43,13 @@ fn domino() -> DominoSettings {
 }
 
 fn xpress() -> XPressSettings {
-    XPressSettings { blocks: blocks(SlotTarget::FillIn), rank: 8, mlp_ratio: 2, num_passes: 2 }
+    XPressSettings {
+        blocks: blocks(SlotTarget::FillIn),
+        rank: 8,
+        mlp_ratio: 2,
+        num_passes: 2,
+        convolution: None,
+    }
 }
 
 /// Contexts of 5 and 7 tokens in slots 0 and 1.

@@ -8,8 +8,8 @@ use std::path::Path;
 use common::{assert_close, noise};
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockBatch, BlockSpec, Consistency, DraftDecoder, LossDenominator, LossRecipe, LossSum, TrainSample,
-    XPRESS_SUMS, XPress, XPressConfig, XPressObjective, XPressProposer, XPressSettings,
+    BlockBatch, BlockSpec, Consistency, Convolution, DraftDecoder, LossDenominator, LossRecipe, LossSum,
+    TrainSample, XPRESS_SUMS, XPress, XPressConfig, XPressObjective, XPressProposer, XPressSettings,
 };
 use deepspec_engine::{Context, DraftRequest, Proposal, Proposer, Sampling, SamplingBatch};
 use deepspec_models::{ModelConfig, save};
@@ -23,8 +23,16 @@ const BLOCK: usize = 6;
 const GAMMA: i64 = BLOCK as i64 - 1;
 const TOKENS: usize = 40;
 
-/// A model whose refiner is not trivial, with this number of passes, saved and loaded.
+/// The backbones of DFlash and of DFlash 2.
+const BACKBONES: [Option<Convolution>; 2] = [None, Some(Convolution { kernel_size: 3, group_size: 8 })];
+
+/// A model on the backbone of DFlash; see [`model_on`].
 fn model(num_passes: i64) -> XPress {
+    model_on(None, num_passes)
+}
+
+/// A model whose convolutions and refiner are not trivial, with this number of passes, saved and loaded.
+fn model_on(convolution: Option<Convolution>, num_passes: i64) -> XPress {
     let decoder = json!({
         "model_type": "qwen3", "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCAB,
@@ -45,15 +53,18 @@ fn model(num_passes: i64) -> XPress {
             taps: Tap::from_layer_ids([1, 2]).unwrap(),
             num_target_layers: 4,
         },
-        settings: XPressSettings { blocks, rank: 5, mlp_ratio: 3, num_passes },
+        settings: XPressSettings { blocks, rank: 5, mlp_ratio: 3, num_passes, convolution },
     };
     config.check().unwrap();
     let ends = [7, 8].map(|seed| noise(seed, &[VOCAB, WIDTH]) * 0.3);
     let model = XPress::fresh(config, &ends[0], &ends[1], 11, Kind::Float);
     for (i, (name, parameter)) in model.parameters().iter().enumerate() {
-        if name.starts_with("xpress_head.") {
-            let _ = parameter.shallow_clone().g_add_(&(noise(30 + i as u64, &parameter.size()) * 0.2));
-        }
+        let scale = match name.as_str() {
+            name if name.starts_with("xpress_head.") => 0.2,
+            name if name.contains("_conv.") => 0.1,
+            _ => continue,
+        };
+        let _ = parameter.shallow_clone().g_add_(&(noise(30 + i as u64, &parameter.size()) * scale));
     }
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("config.json"), Value::Object(model.config().to_json()).to_string()).unwrap();
@@ -165,7 +176,11 @@ fn slow(
 
 #[test]
 fn losses_and_gradients_are_autograds() {
-    let model = model(2);
+    BACKBONES.into_iter().for_each(losses_and_gradients);
+}
+
+fn losses_and_gradients(convolution: Option<Convolution>) {
+    let model = model_on(convolution, 2);
     for (_, parameter) in model.parameters() {
         let _ = parameter.set_requires_grad(true);
     }
@@ -260,8 +275,11 @@ fn propose(
 #[test]
 fn it_drafts_by_jacobi_passes() {
     let _guard = tch::no_grad_guard();
-    for (num_passes, heat) in [(1, 0.0), (3, 0.0), (3, 0.8)] {
-        let mut proposer = XPressProposer::new(model(num_passes), 3);
+    let [dflash, dflash2] = BACKBONES;
+    for (convolution, num_passes, heat) in
+        [(dflash, 1, 0.0), (dflash, 3, 0.0), (dflash2, 3, 0.0), (dflash2, 3, 0.8)]
+    {
+        let mut proposer = XPressProposer::new(model_on(convolution, num_passes), 3);
         let (sample, mut seen) = (sample(), 0);
         for &anchor in &sample.anchors[1..] {
             let given = context(&sample, 2, seen, anchor);
@@ -340,7 +358,7 @@ fn the_token_before_the_anchor_is_kept() {
 #[cfg_attr(not(feature = "kernels"), ignore = "rows have the same bits in every batch with kernels only")]
 fn drafts_do_not_depend_on_other_slots() {
     let _guard = tch::no_grad_guard();
-    let (model, sample) = (model(3).packed(), sample());
+    let (model, sample) = (model_on(BACKBONES[1], 3).packed(), sample());
     let lengths = [9_usize, 20, 31];
     let probs = |slots: &[usize]| {
         let parts: Vec<Context> =

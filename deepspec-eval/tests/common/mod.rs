@@ -250,6 +250,7 @@ pub fn write_xpress(dir: &Path) {
             rank: 16,
             mlp_ratio: 2,
             num_passes: 3,
+            convolution: None,
         },
     };
     let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();

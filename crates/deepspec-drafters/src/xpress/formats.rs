@@ -9,8 +9,8 @@ use deepspec_checkpoint::{
 use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
 
-use super::model::{CANDIDATES, RefinerRecipe, XPressSettings, check_backbone};
-use crate::block_common::BlockSpec;
+use super::model::{BACKBONE, CANDIDATES, RefinerRecipe, SELECTOR, XPressSettings, read_backbone};
+use crate::block_common::{BlockSpec, CONVOLUTION_KEYS, Convolution};
 use crate::draft_model::DrafterSettings as _;
 
 /// Reads checkpoints of xPress in all layouts.
@@ -24,6 +24,10 @@ pub static READER: Reader = Reader {
         "xpress_mlp_ratio",
         "xpress_num_passes",
         CANDIDATES,
+        BACKBONE,
+        SELECTOR,
+        CONVOLUTION_KEYS[0],
+        CONVOLUTION_KEYS[1],
     ],
     reference: |fields, decoder| validate(XPressSettings::read(fields)?, fields, decoder),
     model_types: &["xpress"],
@@ -39,13 +43,12 @@ fn validate(
     fields: &Fields,
     decoder: &Decoder,
 ) -> Result<Settings, CheckpointError> {
-    let checked = settings.check_sizes(decoder.vocab_size as i64);
+    let checked = settings.check_sizes(decoder.vocab_size as i64, decoder.hidden_size as i64);
     checked.map_err(|(key, problem)| fields.error(key, problem))?;
     Ok(Arc::new(settings))
 }
 
 fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
-    check_backbone(fields)?;
     // The package has the same defaults.
     let RefinerRecipe { rank, mlp_ratio, num_passes } = RefinerRecipe::default();
     let settings = XPressSettings {
@@ -53,6 +56,7 @@ fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, 
         rank: fields.size("xpress_rank")?.unwrap_or(rank),
         mlp_ratio: fields.size("xpress_mlp_ratio")?.unwrap_or(mlp_ratio),
         num_passes: fields.size(PASSES)?.unwrap_or(num_passes),
+        convolution: read_backbone(fields, Convolution::read_or_default)?,
     };
     validate(settings, fields, decoder)
 }
@@ -104,19 +108,21 @@ impl KindSettings for XPressSettings {
     }
 
     fn lines(&self) -> Vec<(&'static str, String)> {
-        let Self { blocks, rank, mlp_ratio, num_passes } = self;
+        let Self { blocks, rank, mlp_ratio, num_passes, convolution } = self;
         let (drafted, size, slots) = (blocks.draft_len(), blocks.block_size, blocks.slots);
         let inner = rank * mlp_ratio;
-        vec![
+        let mut lines = vec![
             ("drafts", format!("{drafted} tokens in blocks of {size}; {slots}")),
             ("mask token", blocks.mask_token_id.to_string()),
             ("refiner", format!("of rank {rank}, MLP of width {inner}, {num_passes} passes")),
-        ]
+        ];
+        lines.extend(convolution.map(|convolution| ("convolution", convolution.describe())));
+        lines
     }
 
     fn to_json(&self) -> Value {
         let mut keys = self.block_keys();
-        keys.extend(self.named_sizes().map(|(key, size)| (key.into(), size.into())));
+        keys.extend(self.size_keys());
         json!({"xpress": keys})
     }
 
@@ -125,6 +131,9 @@ impl KindSettings for XPressSettings {
         let [rank, ratio] = [self.rank, self.mlp_ratio].map(|size| size as usize);
         let (size, inner) = (self.blocks.block_size, rank * ratio);
         shapes.push(("hidden_norm.weight".into(), vec![width]));
+        if let Some(convolution) = &self.convolution {
+            convolution.add_tensor_shapes(drafter, shapes);
+        }
         shapes.push(("xpress_head.mix.L".into(), vec![rank, size, size]));
         let matrices = [
             ("w1", [vocab, rank]),
@@ -152,7 +161,7 @@ impl KindSettings for XPressSettings {
     fn reference_config(&self, _: &Drafter) -> (&'static str, Map<String, Value>) {
         let mut map = self.block_keys();
         map.insert(CANDIDATES.into(), json!(0));
-        map.extend(self.named_sizes().map(|(key, size)| (key.into(), size.into())));
+        map.extend(self.size_keys());
         (READER.class, map)
     }
 
@@ -163,6 +172,7 @@ impl KindSettings for XPressSettings {
             ("xpress_mlp_ratio", json!(self.mlp_ratio)),
             (PASSES, json!(self.num_passes)),
         ]));
+        keys.extend(self.backbone_keys());
         Some(Speculators {
             model_type: "xpress",
             class: "XPressSpeculator",

@@ -1,13 +1,14 @@
 //! xPress: keys of recipes and checkpoints, the model, and drafting.
 //!
 //! The first slot of a block holds the anchor, and each other slot drafts the token at its own position, as in DFlash. A refiner then adds
-//! a bias to the logits of all slots at once, given the tokens before them. These are the likeliest tokens of the pass before.
+//! a bias to the logits of all slots at once, given the tokens before them. These are the likeliest tokens of the pass before. The layers are
+//! those of DFlash, or those of DFlash 2 with their convolutions.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::SlotTarget;
 use deepspec_core::recipe::require_at_least_one;
 use deepspec_models::ModelConfig;
-use deepspec_models::nn::Builder;
+use deepspec_models::nn::{Builder, LayerHook};
 use deepspec_ops::argmax;
 use deepspec_ops::distill_loss::LossRecipe;
 use schemars::JsonSchema;
@@ -18,8 +19,8 @@ use tch::Tensor;
 use super::refiner::RefinerHead;
 use crate::ConfigIssue;
 use crate::block_common::{
-    Backbone, BackboneDrafter, BlockDrafter, BlockSpec, BlockStates, DraftLayers, IS_CAUSAL, LayerType,
-    MAX_RANK,
+    Backbone, BackboneDrafter, BlockDrafter, BlockSpec, BlockStates, CONVOLUTION_RECIPE_KEYS, Convolution,
+    DraftLayers, IS_CAUSAL, LayerConvolutions, LayerType, MAX_RANK,
 };
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
@@ -46,6 +47,12 @@ pub struct XPressRecipe {
     /// Blocks per training sequence.
     #[serde(default = "crate::block_common::default_num_anchors")]
     pub num_anchors: usize,
+    /// The layers under the refiner.
+    #[serde(default, skip_serializing_if = "XPressBackbone::is_dflash")]
+    pub backbone: XPressBackbone,
+    /// The convolutions of the backbone `dflash2`; absent means their defaults there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub convolution: Option<Convolution>,
     /// The refiner.
     #[serde(default)]
     pub refiner: RefinerRecipe,
@@ -59,6 +66,31 @@ pub struct XPressRecipe {
     /// ‖p^d − p^t‖₁. Half of that norm is the total variation, which they weigh with 0.9.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<LossRecipe>,
+}
+
+/// The layers under the refiner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum XPressBackbone {
+    /// DFlash's.
+    #[default]
+    DFlash,
+    /// DFlash 2's, with convolutions and without a selector.
+    DFlash2,
+}
+
+impl XPressBackbone {
+    fn is_dflash(&self) -> bool {
+        *self == Self::DFlash
+    }
+
+    /// Its name in recipes and in config.json.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::DFlash => "dflash",
+            Self::DFlash2 => "dflash2",
+        }
+    }
 }
 
 /// The refiner, which corrects all slots of a block at once.
@@ -106,6 +138,14 @@ impl XPressRecipe {
         DraftLayers { count: *count, sliding_window: *sliding_window, types }
     }
 
+    /// Shape of the convolutions; None for the backbone of DFlash.
+    pub fn convolution(&self) -> Option<Convolution> {
+        match self.backbone {
+            XPressBackbone::DFlash => None,
+            XPressBackbone::DFlash2 => Some(self.convolution.unwrap_or_default()),
+        }
+    }
+
     /// Weights of the distillation losses.
     ///
     /// The authors weigh cross entropy with 0.1 and total variation with 0.9. Total variation is ½‖p^d − p^t‖₁.
@@ -123,6 +163,9 @@ impl XPressRecipe {
         self.layers().check()?;
         if SlotTarget::FillIn.draft_len(self.block_size) == 0 {
             return Err(("block_size", "must be at least 2: the first slot drafts nothing".into()));
+        }
+        if self.backbone.is_dflash() && self.convolution.is_some() {
+            return Err(("convolution", "only the backbone dflash2 has convolutions".into()));
         }
         for (key, alpha) in [("consistency.alpha", self.consistency.alpha), ("base_alpha", self.base_alpha)] {
             if !alpha.is_finite() || alpha < 0.0 {
@@ -148,6 +191,8 @@ pub struct XPressSettings {
     pub mlp_ratio: i64,
     /// Passes of the refiner over a drafted block, K.
     pub num_passes: i64,
+    /// Shape of the convolutions of DFlash 2's backbone; None for the backbone of DFlash.
+    pub convolution: Option<Convolution>,
 }
 
 /// Architecture of an xPress drafter.
@@ -156,21 +201,29 @@ pub type XPressConfig = DraftConfig<XPressSettings>;
 /// Config key of the number of candidates per slot to which the authors' refiner may be restricted; 0 means the whole vocabulary.
 pub(super) const CANDIDATES: &str = "xpress_candidate_topc";
 
-/// Key with which a checkpoint may name another backbone than DFlash.
-const BACKBONE: &str = "xpress_backbone";
-/// Key of the selector of DFlash 2's backbone.
-const SELECTOR: &str = "xpress_selector";
+/// Config key of the backbone; absent means that of DFlash.
+pub(super) const BACKBONE: &str = "xpress_backbone";
+/// Config key of a selector whose path the passes start from.
+pub(super) const SELECTOR: &str = "xpress_selector";
 
-/// Refuses another backbone than DFlash.
-pub(super) fn check_backbone(fields: &Fields) -> Result<(), CheckpointError> {
-    if let Some(found) = fields.text(BACKBONE)?.filter(|&found| found != "dflash") {
-        return Err(fields.error(BACKBONE, format!("\"{found}\" is not supported; expected dflash")));
+/// Reads the convolutions with `read` if the backbone is DFlash 2's. The sizes of DFlash's mean nothing.
+pub(super) fn read_backbone(
+    fields: &Fields,
+    read: fn(&Fields) -> Result<Convolution, CheckpointError>,
+) -> Result<Option<Convolution>, CheckpointError> {
+    if fields.map.get(SELECTOR).is_some_and(|value| !value.is_null() && *value != json!(false)) {
+        let problem = "a selector is not supported: the passes start from the likeliest token of each slot";
+        return Err(fields.error(SELECTOR, problem));
     }
-    match fields.map.get(SELECTOR).filter(|value| !value.is_null() && **value != json!(false)) {
-        Some(_) => {
-            Err(fields.error(SELECTOR, "a selector is not supported; it belongs to the backbone of DFlash 2"))
+    let [dflash, dflash2] = [XPressBackbone::DFlash, XPressBackbone::DFlash2].map(XPressBackbone::name);
+    match fields.text(BACKBONE)? {
+        None => Ok(None),
+        Some(found) if found == dflash => Ok(None),
+        Some(found) if found == dflash2 => read(fields).map(Some),
+        Some(found) => {
+            let problem = format!("\"{found}\" is not supported; expected {dflash} or {dflash2}");
+            Err(fields.error(BACKBONE, problem))
         }
-        None => Ok(()),
     }
 }
 
@@ -182,10 +235,12 @@ impl DrafterSettings for XPressSettings {
         ("xpress_rank", "refiner.rank"),
         ("xpress_mlp_ratio", "refiner.mlp_ratio"),
         ("xpress_num_passes", "refiner.num_passes"),
+        CONVOLUTION_RECIPE_KEYS[0],
+        CONVOLUTION_RECIPE_KEYS[1],
     ];
 
     fn read(fields: &Fields) -> Result<Self, CheckpointError> {
-        check_backbone(fields)?;
+        let convolution = read_backbone(fields, Convolution::read)?;
         if let Some(found) = fields.count(CANDIDATES)?.filter(|&found| found > 0) {
             let problem = format!("{found}, but only 0 is supported: the refiner reads the whole vocabulary");
             return Err(fields.error(CANDIDATES, problem));
@@ -195,6 +250,7 @@ impl DrafterSettings for XPressSettings {
             rank: fields.required_size("xpress_rank")?,
             mlp_ratio: fields.required_size("xpress_mlp_ratio")?,
             num_passes: fields.required_size("xpress_num_passes")?,
+            convolution,
         })
     }
 
@@ -202,11 +258,11 @@ impl DrafterSettings for XPressSettings {
         self.blocks.write(map);
         map.insert("num_anchors".into(), json!(self.blocks.num_anchors));
         map.insert(CANDIDATES.into(), json!(0));
-        map.extend(self.named_sizes().map(|(key, size)| (key.into(), size.into())));
+        map.extend(self.size_keys());
     }
 
     fn check(&self, model: &ModelConfig) -> Result<(), ConfigIssue> {
-        self.check_sizes(model.vocab_size)
+        self.check_sizes(model.vocab_size, model.hidden_size)
     }
 
     fn block_spec(&self) -> Option<&BlockSpec> {
@@ -225,6 +281,7 @@ impl DrafterSettings for XPressSettings {
     fn shrink(&mut self) {
         self.blocks.shrink();
         self.rank = 8;
+        self.convolution.iter_mut().for_each(Convolution::shrink);
     }
 
     /// The number of passes may differ: no weight depends on it.
@@ -232,12 +289,37 @@ impl DrafterSettings for XPressSettings {
         self.blocks.compare_for_warm_start(&from.blocks, transfer);
         transfer.compare("refiner.rank", from.rank, self.rank);
         transfer.compare("refiner.mlp_ratio", from.mlp_ratio, self.mlp_ratio);
+        transfer.compare("backbone", from.backbone().name(), self.backbone().name());
+        if let (Some(there), Some(here)) = (&from.convolution, &self.convolution) {
+            here.compare_for_warm_start(there, transfer);
+        }
     }
 }
 
 impl XPressSettings {
-    /// Keys of config.json with the sizes of the refiner, in the order of `RECIPE_KEYS`.
-    pub(super) fn named_sizes(&self) -> [(&'static str, i64); 3] {
+    /// The layers under the refiner.
+    pub fn backbone(&self) -> XPressBackbone {
+        match self.convolution {
+            None => XPressBackbone::DFlash,
+            Some(_) => XPressBackbone::DFlash2,
+        }
+    }
+
+    /// Keys of config.json with the backbone of DFlash 2 and its sizes. A config without them has the backbone of DFlash.
+    pub(super) fn backbone_keys(&self) -> Map<String, Value> {
+        let Some(convolution) = self.convolution else { return Map::new() };
+        let sizes = convolution.named_sizes().map(|(key, size)| (key.into(), size.into()));
+        [(BACKBONE.into(), self.backbone().name().into())].into_iter().chain(sizes).collect()
+    }
+
+    /// Keys of config.json with all sizes of refiner and backbone.
+    pub(super) fn size_keys(&self) -> Map<String, Value> {
+        let refiner = self.named_sizes().map(|(key, size)| (key.into(), size.into()));
+        refiner.into_iter().chain(self.backbone_keys()).collect()
+    }
+
+    /// Keys of config.json with the sizes of the refiner.
+    fn named_sizes(&self) -> [(&'static str, i64); 3] {
         [
             ("xpress_rank", self.rank),
             ("xpress_mlp_ratio", self.mlp_ratio),
@@ -245,8 +327,8 @@ impl XPressSettings {
         ]
     }
 
-    /// Checks the settings against each other and against the vocabulary.
-    pub(super) fn check_sizes(&self, vocab_size: i64) -> Result<(), ConfigIssue> {
+    /// Checks the settings against each other, against the vocabulary and against the hidden size `width`.
+    pub(super) fn check_sizes(&self, vocab_size: i64, width: i64) -> Result<(), ConfigIssue> {
         self.blocks.check(vocab_size)?;
         if self.blocks.slots != SlotTarget::FillIn {
             return Err(("sample_from_anchor", "true; the slots of xPress fill in".into()));
@@ -260,23 +342,29 @@ impl XPressSettings {
                 return Err((key, format!("{found} is not between 1 and {most}")));
             }
         }
-        Ok(())
+        self.convolution.map_or(Ok(()), |convolution| convolution.check(&self.blocks, width))
     }
 }
 
 /// An xPress drafter.
 pub type XPress = DraftModel<XPressModules>;
 
-/// Modules of xPress: backbone and refiner.
+/// Modules of xPress: backbone, convolutions and refiner.
 pub struct XPressModules {
     backbone: Backbone,
+    /// Convolutions of each layer; none with the backbone of DFlash.
+    convolutions: Vec<LayerConvolutions>,
     pub(super) refiner: RefinerHead,
 }
 
 impl XPressModules {
     /// Requests the parameters from the builder, in the order in which they are trained.
     pub(super) fn build(b: &Builder, config: &XPressConfig) -> Self {
-        Self { backbone: Backbone::new(b, config.model()), refiner: RefinerHead::new(b, config) }
+        let (model, settings) = (config.model(), &config.settings);
+        let backbone = Backbone::new(b, model);
+        let of_layers = |shape| LayerConvolutions::of_layers(b, model, shape, &settings.blocks);
+        let convolutions = settings.convolution.map_or_else(Vec::new, of_layers);
+        Self { backbone, convolutions, refiner: RefinerHead::new(b, config) }
     }
 }
 
@@ -296,6 +384,10 @@ pub(super) fn previous_tokens(known: &Tensor, drafted: &Tensor) -> Tensor {
 impl BackboneDrafter for XPressModules {
     fn backbone(&self) -> &Backbone {
         &self.backbone
+    }
+
+    fn layer_hook(&self, layer: usize) -> Option<&dyn LayerHook> {
+        self.convolutions.get(layer).map(|convolutions| convolutions as _)
     }
 }
 

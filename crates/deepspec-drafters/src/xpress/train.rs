@@ -88,6 +88,7 @@ pub fn build_plan<D>(
             rank: own.refiner.rank,
             mlp_ratio: own.refiner.mlp_ratio,
             num_passes: own.refiner.num_passes,
+            convolution: own.convolution(),
         },
     };
     config.check_recipe()?;
@@ -161,12 +162,13 @@ impl DrafterKind for XPressModules {
         let (d, vocab) = (model.hidden_size as f64, model.vocab_size as f64);
         let (rank, size) = (settings.rank as f64, settings.blocks.block_size as f64);
         let refinements = (1 + plan.objective.rounds()) as f64;
+        let kernels = settings.convolution.map_or(0.0, |convolution| convolution.multiplications(model));
         block_flops(&plan.config, samples, |blocks, rows| {
             let logits = (FROZEN_FACTOR + 1.0) * rows * d * vocab;
             let of_states = blocks * (size + 1.0) * d * rank;
             let of_slot = rank * (3.0 * rank + (size + 1.0) / 2.0 + 3.0 * rank * settings.mlp_ratio as f64);
             let refiner = of_states + refinements * (blocks * size * of_slot + rows * rank * vocab);
-            logits + TRAINED_FACTOR * refiner
+            logits + TRAINED_FACTOR * (blocks * size * kernels + refiner)
         })
     }
 
@@ -180,7 +182,9 @@ impl DrafterKind for XPressModules {
         let refinements = 1 + plan.objective.rounds();
         let of_slots = rows.layers * rank * (2 + refinements * (9 + 4 * ratio));
         let of_losses = rows.supervised * (width + refinements * (width + 2 * rank));
-        PassRows { head_values: of_slots + of_losses, ..rows }
+        let own_values =
+            settings.convolution.map_or(0, |convolution| convolution.saved_values(plan.config.model()));
+        PassRows { own_values, head_values: of_slots + of_losses, ..rows }
     }
 
     fn into_drafter(model: XPress, slots: usize) -> Box<dyn Drafter> {

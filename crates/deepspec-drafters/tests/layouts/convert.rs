@@ -35,7 +35,7 @@ pub fn refusal(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> 
     }
 }
 
-const DRAFTERS: [&str; 10] = [
+const DRAFTERS: [&str; 11] = [
     "dspark_vanilla",
     "dspark_gated",
     "dspark_rnn",
@@ -43,6 +43,7 @@ const DRAFTERS: [&str; 10] = [
     "dflash2",
     "domino",
     "xpress",
+    "xpress_dflash2",
     "eagle3_qwen3",
     "mtp",
     "peagle",
@@ -50,7 +51,7 @@ const DRAFTERS: [&str; 10] = [
 
 fn allowed(case: &str) -> &'static [CheckpointFormat] {
     match case {
-        "eagle3_qwen3" | "mtp" | "peagle" | "xpress" => &[CheckpointFormat::Speculators],
+        "eagle3_qwen3" | "mtp" | "peagle" | "xpress" | "xpress_dflash2" => &[CheckpointFormat::Speculators],
         "dflash2" => &[CheckpointFormat::Speculators, CheckpointFormat::Zlab],
         "domino" => &[CheckpointFormat::Specforge, CheckpointFormat::Modelopt],
         // Its confidence head reads only the state, which ModelOpt's cannot.

@@ -1,14 +1,18 @@
-//! xPress in speculators' layout, keys that are not supported, and refusals of other layouts and engines.
+//! xPress in speculators' layout, on both backbones, keys that are not supported, and refusals of other layouts and engines.
 
 use deepspec_checkpoint::{CheckpointFormat, Engine, GgufExport, Target, convert_for_engine};
 use deepspec_drafters::open_checkpoint;
 use serde_json::{Value, json};
 
-use crate::common::{Folder, bytes, edited, golden, target};
+use crate::common::{Folder, as_is, bytes, edited, golden, target};
 use crate::convert::{converted, refusal};
 
 fn away() -> Folder {
-    let own = golden("xpress");
+    away_of("xpress")
+}
+
+fn away_of(case: &str) -> Folder {
+    let own = golden(case);
     converted(&own, CheckpointFormat::Speculators, Some(&target(&own)))
 }
 
@@ -26,7 +30,7 @@ fn speculators_names_and_keys_are_its_own() {
     ] {
         assert_eq!(config[key], value, "{key}");
     }
-    for absent in ["xpress_num_passes", "xpress_candidate_topc"] {
+    for absent in ["xpress_num_passes", "xpress_candidate_topc", "xpress_backbone", "conv_kernel_size"] {
         assert_eq!(config.get(absent), None, "{absent}");
     }
     let names = bytes(&there).into_keys().filter(|name| name.starts_with("refiner_head."));
@@ -59,10 +63,40 @@ fn a_checkpoint_of_speculators_has_its_defaults() {
     assert_eq!((&config["sample_from_anchor"], &config["xpress_candidate_topc"]), (&json!(false), &json!(0)));
 }
 
+/// The keys are those of speculators' DFlash 2, behind the one that names the backbone.
+#[test]
+fn the_backbone_of_dflash_2_keeps_its_names() {
+    let (own, there) = (golden("xpress_dflash2"), away_of("xpress_dflash2"));
+    let config = there.config();
+    for (key, value) in [
+        ("speculators_model_type", json!("xpress")),
+        ("xpress_backbone", json!("dflash2")),
+        ("conv_kernel_size", json!(2)),
+        ("conv_group_size", json!(16)),
+    ] {
+        assert_eq!(config[key], value, "{key}");
+    }
+    let convolutions = |folder: &Folder| -> Vec<String> {
+        bytes(folder).into_keys().filter(|name| name.contains("_conv.")).collect()
+    };
+    assert!(!convolutions(&own).is_empty());
+    assert_eq!(convolutions(&there), convolutions(&own));
+    // speculators' defaults, and keys that it writes without a selector.
+    let written = edited(&there, |config| {
+        let map = config.as_object_mut().unwrap();
+        map.retain(|key, _| !key.starts_with("conv_"));
+        map.insert("xpress_selector".into(), json!(false));
+        map.insert("selector_rank".into(), json!(256));
+    });
+    let back = converted(&written, CheckpointFormat::Reference, Some(&target(&own)));
+    assert_eq!((bytes(&back), as_is(&back)), (bytes(&own), as_is(&own)));
+    assert!(open_checkpoint(own.path()).unwrap().check().is_ok());
+}
+
 #[test]
 fn other_forms_are_refused_by_name() {
     type Edit = fn(&mut Value);
-    let own: [(Edit, &str); 4] = [
+    let own: [(Edit, &str); 6] = [
         (|config| config["xpress_candidate_topc"] = json!(8), "`xpress_candidate_topc`: 8, but only 0"),
         (
             |config| config["sample_from_anchor"] = json!(true),
@@ -70,12 +104,17 @@ fn other_forms_are_refused_by_name() {
         ),
         (|config| config["xpress_num_passes"] = json!(65), "`xpress_num_passes`: 65 is not between 1 and 64"),
         (|config| config["xpress_rank"] = Value::Null, "`xpress_rank`: missing"),
+        (|config| config["xpress_backbone"] = json!("dflash2"), "`conv_kernel_size`: missing"),
+        (|config| config["xpress_selector"] = json!(true), "`xpress_selector`: a selector is not supported"),
     ];
-    let theirs: [(Edit, &str); 2] = [
+    let theirs: [(Edit, &str); 4] = [
         (
-            |config| config["xpress_backbone"] = json!("dflash2"),
-            "`xpress_backbone`: \"dflash2\" is not supported",
+            |config| config["xpress_backbone"] = json!("dspark"),
+            "`xpress_backbone`: \"dspark\" is not supported; expected dflash or dflash2",
         ),
+        (|config| config["xpress_selector"] = json!(true), "`xpress_selector`: a selector is not supported"),
+        // The tensors are those of DFlash's backbone.
+        (|config| config["xpress_backbone"] = json!("dflash2"), "attention_conv.base_kernel"),
         (
             |config| config["sample_from_anchor"] = json!(true),
             "`sample_from_anchor`: true; the slots of xPress",

@@ -3,7 +3,7 @@
 use safetensors::tensor::Dtype;
 use serde_json::json;
 
-use super::{Folder, bytes, golden, write};
+use super::{Bytes, Folder, bytes, edited, golden, write};
 
 /// A DFlash with z-lab's slots: the golden weights with z-lab's config.
 pub fn zlab() -> Folder {
@@ -87,19 +87,27 @@ pub fn dflash2() -> Folder {
     let mut tensors = bytes(&from);
     let [width, vocab, layers] =
         ["hidden_size", "vocab_size", "num_hidden_layers"].map(|key| config[key].as_u64().unwrap() as usize);
-    let mut put = |name: String, shape: Vec<usize>| {
-        let data = vec![0; 4 * shape.iter().product::<usize>()];
-        tensors.insert(name, (Dtype::F32, shape, data));
-    };
-    for (layer, half) in (0..layers).flat_map(|layer| ["attention", "mlp"].map(|half| (layer, half))) {
-        put(format!("layers.{layer}.{half}_conv.base_kernel"), vec![2, 2, width]);
-        put(format!("layers.{layer}.{half}_conv.kernel_projection.weight"), vec![2 * 2 * width / 16, width]);
-    }
+    put_convolutions(&mut tensors, layers, width);
+    let mut put = |name: String, shape: Vec<usize>| put_zeros(&mut tensors, name, shape);
     put("candidate_selector.predecessor_codebook".into(), vec![vocab, 8]);
     put("candidate_selector.successor_codebook".into(), vec![vocab, 8]);
     put("candidate_selector.hidden_projection.weight".into(), vec![8, width]);
     write(&folder.path().join("model.safetensors"), &tensors);
     folder
+}
+
+fn put_zeros(tensors: &mut Bytes, name: String, shape: Vec<usize>) {
+    let data = vec![0; 4 * shape.iter().product::<usize>()];
+    tensors.insert(name, (Dtype::F32, shape, data));
+}
+
+/// Adds convolutions of two taps and groups of 16 channels to all layers.
+fn put_convolutions(tensors: &mut Bytes, layers: usize, width: usize) {
+    for (layer, half) in (0..layers).flat_map(|layer| ["attention", "mlp"].map(|half| (layer, half))) {
+        let name = format!("layers.{layer}.{half}_conv");
+        put_zeros(tensors, format!("{name}.base_kernel"), vec![2, 2, width]);
+        put_zeros(tensors, format!("{name}.kernel_projection.weight"), vec![2 * 2 * width / 16, width]);
+    }
 }
 
 /// A Domino in the reference's layout: the golden DFlash, with other numbers for the correction head.
@@ -163,6 +171,22 @@ pub fn xpress() -> Folder {
         let data = (0..count).map(|byte| if byte % 4 == 3 { 60 } else { (byte * 7 + seed) as u8 }).collect();
         tensors.insert(format!("xpress_head.{name}"), (Dtype::F32, shape, data));
     }
+    write(&folder.path().join("model.safetensors"), &tensors);
+    folder
+}
+
+/// [`xpress`] on the backbone of DFlash 2.
+pub fn xpress_dflash2() -> Folder {
+    let folder = edited(&xpress(), |config| {
+        config["xpress_backbone"] = json!("dflash2");
+        config["conv_kernel_size"] = json!(2);
+        config["conv_group_size"] = json!(16);
+    });
+    let config = folder.config();
+    let [width, layers] =
+        ["hidden_size", "num_hidden_layers"].map(|key| config[key].as_u64().unwrap() as usize);
+    let mut tensors = bytes(&folder);
+    put_convolutions(&mut tensors, layers, width);
     write(&folder.path().join("model.safetensors"), &tensors);
     folder
 }

@@ -64,6 +64,7 @@ pub fn golden(case: &str) -> Folder {
     match case {
         "dflash2" => return fixture::dflash2(),
         "xpress" => return fixture::xpress(),
+        "xpress_dflash2" => return fixture::xpress_dflash2(),
         "domino" => return fixture::domino(),
         "mtp" => return fixture::mtp(),
         "peagle" => return fixture::peagle(),
