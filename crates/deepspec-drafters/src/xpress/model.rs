@@ -47,7 +47,7 @@ pub struct XPressRecipe {
     /// Blocks per training sequence.
     #[serde(default = "crate::block_common::default_num_anchors")]
     pub num_anchors: usize,
-    /// The layers under the refiner.
+    /// The layers under the refiner; absent means those of DFlash.
     #[serde(default, skip_serializing_if = "XPressBackbone::is_dflash")]
     pub backbone: XPressBackbone,
     /// The convolutions of the backbone `dflash2`; absent means their defaults there.
