@@ -15,10 +15,10 @@ use arrow_array::types::{Float32Type, Int32Type};
 use deepspec_checkpoint::DraftVocab;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkSettings, DSparkV4, DSparkV4Config,
-    DSparkV4Settings, Domino, DominoConfig, DominoSettings, DraftDecoder, Eagle3, Eagle3Config, Eagle3Norms,
-    Eagle3Settings, GruSettings, MarkovKind, MarkovSettings, Mtp, MtpConfig, MtpSettings, PEagle,
-    PEagleConfig, PEagleSettings, StageSettings, XPress, XPressConfig, XPressSettings,
+    BlockSpec, ConfidenceSettings, Convolution, DSpark, DSparkConfig, DSparkSettings, DSparkV4,
+    DSparkV4Config, DSparkV4Settings, Domino, DominoConfig, DominoSettings, DraftDecoder, Eagle3,
+    Eagle3Config, Eagle3Norms, Eagle3Settings, GruSettings, MarkovKind, MarkovSettings, Mtp, MtpConfig,
+    MtpSettings, PEagle, PEagleConfig, PEagleSettings, StageSettings, XPress, XPressConfig, XPressSettings,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
 use deepspec_testkit::noise;
@@ -250,7 +250,8 @@ pub fn write_xpress(dir: &Path) {
             rank: 16,
             mlp_ratio: 2,
             num_passes: 3,
-            convolution: None,
+            // On the layers of DFlash 2.
+            convolution: Some(Convolution::default()),
         },
     };
     let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();

@@ -14,7 +14,7 @@ use crate::{ConfigIssue, WarmStartCheck};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Convolution {
-    /// K: a slot and the K − 1 before it.
+    /// K, in slots: a slot and the K − 1 before it.
     pub kernel_size: i64,
     /// c, channels that share a dynamic part of their coefficients.
     pub group_size: i64,

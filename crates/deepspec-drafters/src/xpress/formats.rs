@@ -76,7 +76,7 @@ impl XPressSettings {
 /// Why the engine does not load the drafter.
 fn no_engine(engine: Engine) -> &'static str {
     match engine {
-        Engine::Vllm => "vLLM 0.32 has no xPress; its pull request 54448 adds it",
+        Engine::Vllm => "vLLM 0.32 has no xPress; its pull request 54448, untested here, adds it",
         Engine::Sglang => "SGLang has no xPress",
         Engine::LlamaCpp => "llama.cpp has no xPress",
     }

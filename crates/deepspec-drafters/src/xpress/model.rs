@@ -72,10 +72,10 @@ pub struct XPressRecipe {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum XPressBackbone {
-    /// DFlash's.
+    /// The layers of DFlash.
     #[default]
     DFlash,
-    /// DFlash 2's, with convolutions and without a selector.
+    /// The layers of DFlash 2 with their convolutions, and no selector.
     DFlash2,
 }
 

@@ -172,8 +172,8 @@ impl DrafterKind for XPressModules {
         })
     }
 
-    /// Autograd saves the inputs of the refiner's layers for each refinement. Each part of the objective has gradients of the hidden states
-    /// and features.
+    /// Autograd saves the inputs of the refiner's layers for each refinement, and those of the layers' convolutions. Each part of the
+    /// objective has gradients of the hidden states and features.
     fn pass_rows(plan: &XPressPlan, samples: &[SampleSize]) -> PassRows {
         let settings = &plan.config.settings;
         let rows = block_pass_rows(&plan.config.decoder, &settings.blocks, samples);

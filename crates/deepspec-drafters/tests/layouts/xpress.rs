@@ -132,6 +132,11 @@ fn other_forms_are_refused_by_name() {
         let found = told(&edited(&away(), edit));
         assert!(found.contains(hint), "{hint} not in: {found}");
     }
+    // Whoever drops the key leaves convolutions that DFlash's layers do not have.
+    let found = told(&edited(&golden("xpress_dflash2"), |config| {
+        config.as_object_mut().unwrap().retain(|key, _| key != "xpress_backbone");
+    }));
+    assert!(found.contains("_conv.") && found.contains("no use for it"), "{found}");
 }
 
 #[test]
