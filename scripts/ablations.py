@@ -85,9 +85,11 @@ OBJECTIVES = {
     },
 }
 
-# All kinds with about as many trained weights as DSpark. MTP-1 has one layer of the target's shape, and so half of them.
+# All kinds with about as many trained weights as DSpark has on the toy, and Eagle3 with the layer of its recipe. MTP-1 has one layer
+# of the target's shape, and so half of them.
 EQUAL_SIZES = {
     **{title: (drafter, ()) for drafter, title in KINDS.items() if drafter not in ("dspark_v4", "eagle3")},
+    "xPress on DFlash 2": ("xpress", ("drafter.xpress.backbone=dflash2",)),
     "DSpark of DeepSeek-V4, experts of width 40": ("dspark_v4", ("drafter.dspark_v4.stage_config.moe_intermediate_size=40",)),
     "Eagle3, 2 layers": ("eagle3", ("drafter.eagle3.num_draft_layers=2",)),
     "Eagle3, 1 layer": ("eagle3", ()),
@@ -99,6 +101,7 @@ LONG_BLOCKS = {
     "DSpark": ("dspark", (f"{BLOCK}.block_size=15",)),
     "DFlash": ("dflash", ("drafter.dflash.block_size=15",)),
     "xPress, 6 passes": LONG_XPRESS,
+    "xPress on DFlash 2": ("xpress", (*LONG_XPRESS[1], "drafter.xpress.backbone=dflash2")),
 }
 # Passes of the refiner over a drafted block. Training does not depend on their number.
 PASSES = (1, 2, 4, 6, 8)
@@ -116,6 +119,11 @@ class Bench:
         self.demo, self.out = demo, demo / "ablations"
         self.target, self.suites, self.mask_token_id, self.sets = target, suites, mask_token_id, sets
         self.out.mkdir(parents=True, exist_ok=True)
+        settings = json.dumps({"target": target, "suites": suites, "mask_token_id": mask_token_id, "sets": sets})
+        kept = self.out / "settings.json"
+        if kept.is_file() and kept.read_text() != settings:
+            sys.exit(f"{self.out} holds runs with {kept.read_text()}, not with {settings}; name another --demo")
+        kept.write_text(settings)
         self.taps = json.loads((demo / "cache" / "manifest.json").read_text())["identity"]["taps"]
         self.pool = ThreadPoolExecutor(jobs)
         self.lock, self.locks = threading.Lock(), {}
@@ -199,8 +207,9 @@ class Bench:
         """Settings that the target asks for, over the toy's recipe."""
         if self.target == TOY:
             return list(self.sets)
-        has_mask = "mask_token_id:" in (ROOT / f"configs/tiny/{drafter}.yaml").read_text()
-        mask = [f"drafter.{drafter}.mask_token_id={self.mask_token_id}"] if has_mask else []
+        recipe = (ROOT / f"configs/tiny/{drafter}.yaml").read_text()
+        section = re.search(r"^drafter:\n  (\w+):", recipe, re.MULTILINE)[1]
+        mask = [f"drafter.{section}.mask_token_id={self.mask_token_id}"] if "mask_token_id:" in recipe else []
         return [f"target.model={self.target}", *mask, *self.sets]
 
     def call(self, binary, *args):
