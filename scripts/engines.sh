@@ -55,6 +55,7 @@ llama_cpp() {
     fi
     # Its own step, which older installations get as well.
     if [ ! -d "$converter" ]; then
+        echo "engines: fetching llama.cpp's converter of targets" >&2
         [ -n "$work" ] || llama_cpp_sources "$package" "$version"
         mkdir "$work/converter"
         cp -r "$sources"/{convert_hf_to_gguf.py,conversion,gguf-py} "$work/converter/"

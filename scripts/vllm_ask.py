@@ -68,7 +68,8 @@ def main():
         settings["per_request_spec_decode_metrics"] = "detailed"
     # All of a prompt fits, and its answer.
     with open(os.path.join(folder, "config.json")) as file:
-        longest = json.load(file)["max_position_embeddings"]
+        config = json.load(file)
+        longest = config.get("text_config", config)["max_position_embeddings"]
     engine = LLM(
         model=folder, dtype="bfloat16" if is_hybrid else "float32", max_model_len=longest, enforce_eager=True, max_num_seqs=16,
         max_num_batched_tokens=max(2048, longest), enable_prefix_caching=False, generation_config="vllm", seed=0, **settings,

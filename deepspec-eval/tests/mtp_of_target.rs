@@ -98,4 +98,19 @@ fn a_merged_layer_drafts_as_its_drafter_does() {
     assert_eq!(counts(&own), counts(&folder));
     // Training may start from the extracted folder, which the run leaves.
     assert!(dir("own").join("mtp/config.json").is_file());
+
+    // 4. MTP layers with experts are not read.
+    let mixture = dir("mixture");
+    fs::create_dir(&mixture).unwrap();
+    tiny::target(&mixture, "qwen3_5_moe");
+    let [mixture, drafter, out] = [&mixture, &drafter, &dir("refused")].map(|path| text(path));
+    let into_mixture = ["--target", &mixture, "--output-dir", &out];
+    for command in [
+        &["checkpoint", "merge-mtp", "--draft", &drafter][..],
+        &["checkpoint", "extract-mtp"],
+        &["run", "--draft", "mtp", "--suite", "smoke-math"],
+    ] {
+        let refused = deepspec_eval(&[command, &into_mixture].concat());
+        assert_refused(&refused, 2, &["Qwen3.5-MoE hold no MTP layer that is read"]);
+    }
 }

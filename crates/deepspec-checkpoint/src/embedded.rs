@@ -105,7 +105,8 @@ fn with_keys(mut config: Map<String, Value>, keys: Map<String, Value>) -> Option
         Some(Value::Object(decoder)) => decoder,
         _ => &mut config,
     };
-    let missing: Vec<_> = keys.into_iter().filter(|(key, _)| !decoder.contains_key(key)).collect();
+    let missing: Vec<_> =
+        keys.into_iter().filter(|(key, _)| decoder.get(key).is_none_or(Value::is_null)).collect();
     let any = !missing.is_empty();
     decoder.extend(missing);
     any.then_some(config)

@@ -184,6 +184,13 @@ fn a_merged_folder_holds_the_new_layer_only() {
     assert_eq!(files, ["config.json", "model.safetensors", "tokenizer.json"]);
     let configs = [&dir, &merged].map(|dir| fs::read(dir.join("config.json")).unwrap());
     assert_eq!(configs[0], configs[1]);
+    // A null is no number of layers.
+    let mut null = config.clone();
+    null["text_config"]["mtp_num_hidden_layers"] = Value::Null;
+    fs::write(dir.join("config.json"), null.to_string()).unwrap();
+    merge_mtp(&source, &Target::open(&dir, "target").unwrap()).unwrap().write(&merged, true).unwrap();
+    let written: Value = serde_json::from_slice(&fs::read(merged.join("config.json")).unwrap()).unwrap();
+    assert_eq!(written, config);
     let tensors = Tensor::read_safetensors(merged.join("model.safetensors")).unwrap();
     assert_eq!(tensors.len(), map.len());
     let (_, fc) = model.parameters().iter().find(|(name, _)| name == "fc.weight").unwrap();

@@ -23,11 +23,7 @@ const OWN_EMBEDDINGS_KEY: &str = "mtp_use_dedicated_embeddings";
 /// If checkpoints of the target's family store no MTP layer, or this one lacks it, or its tensors do not fit.
 pub fn extract_mtp(target: &Target, steps: usize) -> Result<Converted<'_>, ModelError> {
     let model = ModelConfig::load(target.dir())?;
-    if !model.stores_mtp() {
-        let problem = format!("checkpoints of {} hold no MTP layer that is read; Qwen3.5's do", model.family);
-        return Err(ModelError::Mismatch(UsageError(problem)));
-    }
-    check_mtp_keys(target)?;
+    check_target(target, &model)?;
     let config = MtpConfig {
         decoder: DraftDecoder {
             num_target_layers: model.layers.len(),
@@ -46,8 +42,13 @@ pub fn extract_mtp(target: &Target, steps: usize) -> Result<Converted<'_>, Model
     Ok(extract(target, PREFIX, &shapes, json)?)
 }
 
-/// Checks that the target's config describes one MTP layer that shares the embedding.
-fn check_mtp_keys(target: &Target) -> Result<(), ModelError> {
+/// Checks that checkpoints of the target's family store an MTP layer that is read, and that the config describes one layer that shares
+/// the embedding.
+fn check_target(target: &Target, model: &ModelConfig) -> Result<(), ModelError> {
+    if !model.stores_mtp() {
+        let problem = format!("checkpoints of {} hold no MTP layer that is read; Qwen3.5's do", model.family);
+        return Err(ModelError::Mismatch(UsageError(problem)));
+    }
     let (path, map) = read_json(target.dir())?;
     let outer = Fields::new(&path, &map);
     let text = outer.object("text_config")?;
@@ -67,17 +68,17 @@ fn check_mtp_keys(target: &Target) -> Result<(), ModelError> {
 pub fn merge_mtp<'a>(source: &'a Checkpoint, target: &Target) -> Result<MergedTarget<'a>, ModelError> {
     let misfit = |problem: String| ModelError::Mismatch(UsageError(problem));
     let (model, drafter) = (ModelConfig::load(target.dir())?, source.drafter());
-    if drafter.kind.method() != "mtp" || !model.stores_mtp() || drafter.family != model.family.decoder {
+    check_target(target, &model)?;
+    if drafter.kind.method() != "mtp" || drafter.family != model.family.decoder {
         let class = format!("{}{}", model.family.decoder.prefix, MtpSettings::CLASS);
         let problem = format!(
-            "{} with layers of {} is not merged into a target of {}; expected a Qwen3.5 target, and a drafter of its class, here {class}",
+            "{} with layers of {} is not merged into a target of {}; expected a drafter of the class {class}",
             drafter.kind.title(),
             drafter.family.name,
             model.family
         );
         return Err(misfit(problem));
     }
-    check_mtp_keys(target)?;
     // vLLM counts layers by this key, and targets that transformers saved lack it.
     let keys = json_map([(LAYERS_KEY, json!(1))]);
     Ok(merge(source, target, PREFIX, keys)?)
