@@ -19,8 +19,8 @@ use deepspec_drafters::{
     BlockSpec, Consistency, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DSparkV4Config,
     DSparkV4Plan, DominoConfig, DominoObjective, DominoPlan, DominoSettings, DownSampling, DraftDecoder,
     Eagle3Config, Eagle3Norms, Eagle3Objective, Eagle3Plan, Eagle3Settings, GruSettings, LambdaBase,
-    LossRecipe, MtpConfig, MtpObjective, MtpPlan, MtpSettings, PEagleConfig, PEagleObjective, PEaglePlan,
-    PEagleSettings, Supervise, TrainSample, TrainableDrafter, XPressConfig, XPressObjective, XPressPlan,
+    LossRecipe, MtpConfig, MtpPlan, MtpSettings, PEagleConfig, PEagleObjective, PEaglePlan, PEagleSettings,
+    StepObjective, Supervise, TrainSample, TrainableDrafter, XPressConfig, XPressObjective, XPressPlan,
     XPressSettings,
 };
 use deepspec_models::{ModelConfig, save};
@@ -256,7 +256,7 @@ fn mtp_1_in_its_place_is_found_in_order() {
         },
         settings: MtpSettings { num_speculative_steps: GAMMA, step_weight_beta: 0.6 },
     };
-    let plan = MtpPlan::new(config, MtpObjective::new(0.6, GAMMA));
+    let plan = MtpPlan::new(config, StepObjective::new(0.6, GAMMA));
     let trainee = train(&plan, &target_dir(), EAGLE3_STEPS, samples(&AS_USED));
     let (_root, dir) = checkpoint(trainee.as_ref());
     let report = doctor(&dir, &[]);

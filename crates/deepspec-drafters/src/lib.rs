@@ -59,10 +59,7 @@ pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe,
     Eagle3Settings, Supervise, metric_defs as eagle3_metric_defs,
 };
-pub use mtp::{
-    Mtp, MtpBatch, MtpConfig, MtpObjective, MtpPlan, MtpProposer, MtpRecipe, MtpSettings, extract_mtp,
-    merge_mtp,
-};
+pub use mtp::{Mtp, MtpConfig, MtpPlan, MtpProposer, MtpRecipe, MtpSettings, extract_mtp, merge_mtp};
 pub use peagle::{
     DownSampling, PEagle, PEagleBatch, PEagleConfig, PEagleObjective, PEaglePlan, PEagleProposer,
     PEagleRecipe, PEagleSettings,
@@ -73,7 +70,7 @@ pub use registry::{
 };
 pub use sample::{LossDenominator, TrainSample};
 pub use spec::{DrafterSpec, Recipe};
-pub use token_common::Eagle3Norms;
+pub use token_common::{Eagle3Norms, StepBatch, StepObjective};
 pub use train_state::{TRAIN_STATE_FILE, trained_with_thinking};
 pub use xpress::{
     Consistency, RefinerRecipe, XPRESS_SUMS, XPress, XPressBackbone, XPressConfig, XPressObjective,

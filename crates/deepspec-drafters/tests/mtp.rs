@@ -7,8 +7,8 @@ use std::path::Path;
 use common::{assert_close, noise};
 use deepspec_core::FinalStates;
 use deepspec_drafters::{
-    DraftDecoder, DrafterPlan, LossDenominator, Mtp, MtpBatch, MtpConfig, MtpObjective, MtpPlan, MtpProposer,
-    MtpSettings, TrainSample,
+    DraftDecoder, DrafterPlan, LossDenominator, Mtp, MtpConfig, MtpPlan, MtpProposer, MtpSettings, StepBatch,
+    StepObjective, TrainSample,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
@@ -72,8 +72,8 @@ fn sample(tokens: usize) -> TrainSample {
     }
 }
 
-fn batch(sample: &TrainSample, weights: &[f64]) -> MtpBatch {
-    MtpBatch::new(std::slice::from_ref(sample), weights, Device::Cpu, sample.last.kind()).unwrap()
+fn batch(sample: &TrainSample, weights: &[f64]) -> StepBatch {
+    StepBatch::new(std::slice::from_ref(sample), weights, Device::Cpu, sample.last.kind()).unwrap()
 }
 
 /// The state of `position` after one step from `states [n, d]`, the states before tokens 1 to n of the text.
@@ -99,7 +99,7 @@ fn drafts_follow_the_recurrence_and_begin_with_step_0() {
     let sample = sample(TOKENS);
     for target in targets() {
         let model = fresh(config(&target), Kind::Float);
-        let trained = model.step_states(&batch(&sample, &MtpObjective::new(BETA, STEPS).step_weights));
+        let trained = model.step_states(&batch(&sample, &StepObjective::new(BETA, STEPS).step_weights));
         let mut proposer = MtpProposer::new(fresh(config(&target), Kind::Float), 3);
         assert!(proposer.reads_hidden() && proposer.draft_len() == STEPS);
         let mut seen = 0;
@@ -159,7 +159,7 @@ fn checkpoints_hold_the_whole_drafter() {
         deepspec_models::save(&dir.path().join("model.safetensors"), &model.checkpoint(), Kind::Float)
             .unwrap();
         let loaded = Mtp::load(dir.path(), Device::Cpu, Kind::Float).unwrap();
-        let weights = MtpObjective::new(BETA, STEPS).step_weights;
+        let weights = StepObjective::new(BETA, STEPS).step_weights;
         let [own, other] = [&model, &loaded].map(|model| model.step_states(&batch(&sample, &weights)));
         assert!(own.iter().zip(&other).all(|(own, other)| own.equal(other)), "{class}");
         for (key, value, told) in [
@@ -193,7 +193,7 @@ fn losses_and_gradients_are_autograds() {
     let [target, ..] = targets();
     let mut config = config(&target);
     config.decoder.model.vocab_size = VOCAB;
-    let objective = MtpObjective::new(BETA, STEPS);
+    let objective = StepObjective::new(BETA, STEPS);
     for (kind, tolerance) in [(Kind::Float, 1e-5), (Kind::BFloat16, 3e-2)] {
         let sample = TrainSample {
             input_ids: (0..LENGTH as i64).map(|i| (i * 37 + 11) % VOCAB).collect(),
@@ -268,7 +268,7 @@ fn losses_and_gradients_are_autograds() {
 #[test]
 fn gradients_add_over_sequences() {
     let [target, ..] = targets();
-    let objective = MtpObjective::new(BETA, STEPS);
+    let objective = StepObjective::new(BETA, STEPS);
     let short = TrainSample {
         loss_mask: (0..17).map(|i| (3..6).contains(&i) || i > 12).collect(),
         input_ids: (0..17).map(|i| (i * 5 + 1) % VOCAB).collect(),
@@ -288,7 +288,7 @@ fn gradients_add_over_sequences() {
         model.parameters().iter().for_each(|(_, parameter)| drop(parameter.set_requires_grad(true)));
         let sums: Vec<Tensor> = batches
             .iter()
-            .filter_map(|samples| MtpBatch::new(samples, &objective.step_weights, Device::Cpu, Kind::Float))
+            .filter_map(|samples| StepBatch::new(samples, &objective.step_weights, Device::Cpu, Kind::Float))
             .map(|batch| model.accumulate(&batch, LossDenominator(4.0)))
             .collect();
         (gradients(&model), Tensor::stack(&sums, 0).sum_dim_intlist(0, false, Kind::Double))

@@ -12,8 +12,8 @@ use std::process::Command;
 use common::{assert_close, noise};
 use deepspec_checkpoint::{CheckpointFormat, Target, convert};
 use deepspec_drafters::{
-    DraftDecoder, DrafterPlan, LossDenominator, Mtp, MtpBatch, MtpConfig, MtpObjective, MtpPlan, MtpSettings,
-    TrainSample, open_checkpoint,
+    DraftDecoder, DrafterPlan, LossDenominator, Mtp, MtpConfig, MtpPlan, MtpSettings, StepBatch,
+    StepObjective, TrainSample, open_checkpoint,
 };
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::skip;
@@ -115,10 +115,10 @@ fn sample(loss_mask: Vec<bool>) -> TrainSample {
 
 /// Loss, losses of the steps, and gradients with this mask.
 fn ours(model: &Mtp, sample: TrainSample) -> (f64, Vec<f64>, Vec<Tensor>) {
-    let objective = MtpObjective::new(0.6, STEPS);
+    let objective = StepObjective::new(0.6, STEPS);
     let plan = MtpPlan::new(model.config().clone(), objective.clone());
     let denominator = LossDenominator(plan.loss_denominator_part(&sample.loss_mask, &[]));
-    let batch = MtpBatch::new(&[sample], &objective.step_weights, Device::Cpu, Kind::Float).unwrap();
+    let batch = StepBatch::new(&[sample], &objective.step_weights, Device::Cpu, Kind::Float).unwrap();
     for (_, parameter) in model.parameters() {
         parameter.set_requires_grad(true).zero_grad();
     }
@@ -170,7 +170,7 @@ fn compare_with_speculators(target: &Value) {
     let out: BTreeMap<String, Tensor> =
         Tensor::read_safetensors(root.path().join("out.safetensors")).unwrap().into_iter().collect();
 
-    let batch = MtpBatch::new(&[given], &[1.0; STEPS], Device::Cpu, Kind::Float).unwrap();
+    let batch = StepBatch::new(&[given], &[1.0; STEPS], Device::Cpu, Kind::Float).unwrap();
     let states = tch::no_grad(|| model.step_states(&batch));
     let logits = Tensor::stack(&states, 0).detach();
     assert_close("logits", &tch::no_grad(|| model.draft_logits(&logits)), &out["logits"], FORWARD);

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use deepspec_core::Tap;
 use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
 use deepspec_drafters::{
-    DSparkProposer, DraftDecoder, DrafterPlan, LossDenominator, MtpConfig, MtpObjective, MtpPlan,
-    MtpSettings, TrainSample, TrainableDrafter,
+    DSparkProposer, DraftDecoder, DrafterPlan, LossDenominator, MtpConfig, MtpPlan, MtpSettings,
+    StepObjective, TrainSample, TrainableDrafter,
 };
 use deepspec_engine::{
     DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target, VerifyRule,
@@ -161,7 +161,7 @@ pub fn write_mtp_drafter(lessons: &Lessons, dir: &Path, steps: usize) {
         num_target_layers: model.layers.len(),
     };
     let settings = MtpSettings { num_speculative_steps: MTP_DRAFTS, ..MtpSettings::default() };
-    let plan = MtpPlan::new(MtpConfig { decoder, settings }, MtpObjective::new(0.6, MTP_DRAFTS));
+    let plan = MtpPlan::new(MtpConfig { decoder, settings }, StepObjective::new(0.6, MTP_DRAFTS));
     let samples = lessons.samples(&[], |out| (out.captured_states, out.hidden));
     let trainee = train(&plan, target, steps, samples);
     fs::create_dir(dir).unwrap();

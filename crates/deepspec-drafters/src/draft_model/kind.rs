@@ -11,8 +11,9 @@ use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use super::lora::target_weights;
-use super::{DraftConfig, DraftDecoder, DraftModel, DrafterSettings, LoraAdapters, PassRows, SampleSize};
+use super::{
+    DraftConfig, DraftDecoder, DraftModel, DrafterSettings, LoraAdapters, PassRows, SampleSize, TrainedParts,
+};
 use crate::block_common::{BlockSpec, anchor_candidates};
 use crate::registration::{CheckpointKind, drafter_classes};
 use crate::{
@@ -118,10 +119,7 @@ pub struct Plan<K: DrafterKind> {
     pub config: DraftConfig<K::Settings>,
     /// Loss weights and other settings of training.
     pub objective: K::Objective,
-    /// Prefixes of the names of frozen parameters.
-    frozen: Vec<&'static str>,
-    /// LoRA, and the names of the weights that it targets. All parameters of the model are frozen then.
-    lora: Option<(LoraRecipe, Vec<String>)>,
+    trained: TrainedParts,
     recomputes: bool,
     /// A reduced vocabulary.
     draft_vocab: Option<DraftVocab>,
@@ -130,7 +128,7 @@ pub struct Plan<K: DrafterKind> {
 impl<K: DrafterKind> Plan<K> {
     /// A plan without frozen parameters.
     pub fn new(config: DraftConfig<K::Settings>, objective: K::Objective) -> Self {
-        Self { config, objective, frozen: vec![], lora: None, recomputes: false, draft_vocab: None }
+        Self { config, objective, trained: TrainedParts::default(), recomputes: false, draft_vocab: None }
     }
 
     /// The plan of a drafter that can draft only the tokens of `draft_vocab`, if it is given.
@@ -156,11 +154,11 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
             (heads.query, heads.key_value) = (2, 1);
         }
         let model = model.clone();
-        let (objective, frozen, lora) = (self.objective.clone(), self.frozen.clone(), self.lora.clone());
+        let (objective, trained) = (self.objective.clone(), self.trained.clone());
         let size = config.settings.draft_vocab_size();
         let counts = vec![0; model.vocab_size as usize];
         let draft_vocab = size.and_then(|size| DraftVocab::most_frequent(&counts, size as usize));
-        (Box::new(Self { config, objective, frozen, lora, recomputes: self.recomputes, draft_vocab }), model)
+        (Box::new(Self { config, objective, trained, recomputes: self.recomputes, draft_vocab }), model)
     }
 
     fn build(
@@ -173,16 +171,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         let (config, ends) = (self.config.clone(), (embed_tokens, lm_head));
         let mut model =
             DraftModel::<K>::fresh_with_draft_vocab(config, ends, self.draft_vocab.as_ref(), seed, kind);
-        let adapters = match &self.lora {
-            Some((lora, targets)) => {
-                model.freeze(|name| !targets.iter().any(|target| target == name));
-                Some(LoraAdapters::new(lora, model.parameters(), seed))
-            }
-            None => {
-                model.freeze(|name| self.is_frozen(name));
-                None
-            }
-        };
+        let adapters = self.trained.apply(&mut model.tensors, seed);
         model.recomputes = self.recomputes;
         Box::new(DrafterWithLoss { model, objective: self.objective.clone(), adapters })
     }
@@ -220,13 +209,11 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
     }
 
     fn freeze(&mut self, prefixes: Vec<&'static str>) {
-        self.frozen = prefixes;
+        self.trained.frozen = prefixes;
     }
 
     fn set_lora(&mut self, lora: LoraRecipe) -> Result<(), String> {
-        let targets = target_weights(&lora, &DraftModel::<K>::meta_parameters(self.config.clone()))?;
-        self.lora = Some((lora, targets));
-        Ok(())
+        self.trained.set_lora(lora, &DraftModel::<K>::meta_parameters(self.config.clone()))
     }
 
     fn enable_recompute(&mut self) -> bool {
@@ -235,24 +222,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
     }
 
     fn num_parameters(&self) -> ParamCounts {
-        let mut counts = ParamCounts { has_lora: self.lora.is_some(), ..ParamCounts::default() };
-        for (name, tensor) in DraftModel::<K>::meta_parameters(self.config.clone()).parameters {
-            let is_frozen = self.lora.is_some() || self.is_frozen(&name);
-            let count = if is_frozen { &mut counts.frozen } else { &mut counts.trainable };
-            *count += tensor.numel();
-            if let Some((lora, _)) = self.lora.as_ref().filter(|(_, targets)| targets.contains(&name)) {
-                counts.lora_targets += tensor.numel();
-                counts.trainable += lora.r * tensor.size().iter().sum::<i64>() as usize;
-            }
-        }
-        counts
-    }
-}
-
-impl<K: DrafterKind> Plan<K> {
-    /// Whether `train.freeze` freezes a parameter.
-    fn is_frozen(&self, name: &str) -> bool {
-        self.frozen.iter().any(|prefix| name.starts_with(prefix))
+        self.trained.count(DraftModel::<K>::meta_parameters(self.config.clone()))
     }
 }
 

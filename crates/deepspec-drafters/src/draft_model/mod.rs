@@ -5,6 +5,7 @@ mod config;
 mod cost;
 mod kind;
 mod lora;
+mod trained;
 mod transfer;
 mod warm_start;
 
@@ -25,6 +26,7 @@ pub use config::{DraftConfig, DraftDecoder, DrafterSettings};
 pub use cost::{PassRows, SampleSize};
 pub use kind::{DrafterKind, Plan, checkpoint_kind};
 pub use lora::LoraAdapters;
+pub use trained::TrainedParts;
 pub use warm_start::WarmStartCheck;
 
 /// A drafter that is trained on a target's hidden states. `modules` holds the layers and heads of its kind, such as DSpark's.
@@ -202,11 +204,6 @@ impl<K: DrafterKind> DraftModel<K> {
     /// Architecture of the drafter.
     pub fn config(&self) -> &DraftConfig<K::Settings> {
         &self.config
-    }
-
-    /// Freezes parameters by name.
-    fn freeze(&mut self, is_frozen: impl Fn(&str) -> bool) {
-        checkpoint::freeze_parameters(&mut self.tensors, is_frozen);
     }
 
     /// Trained parameters by checkpoint name. They share storage with the model. Packed weights are not included.

@@ -26,7 +26,7 @@ impl WarmStartCheck {
     }
 
     /// Requires equal sizes and layers of the decoders.
-    pub(super) fn compare_decoders(&mut self, there: &ModelConfig, here: &ModelConfig) {
+    pub(crate) fn compare_decoders(&mut self, there: &ModelConfig, here: &ModelConfig) {
         self.compare("family", there.family, here.family);
         self.compare("hidden_size", there.hidden_size, here.hidden_size);
         self.compare("vocab_size", there.vocab_size, here.vocab_size);
@@ -41,7 +41,7 @@ impl WarmStartCheck {
     }
 
     /// One text per setting that differs.
-    pub(super) fn differences(&self) -> Vec<String> {
+    pub(crate) fn differences(&self) -> Vec<String> {
         let differing = self.settings.iter().filter(|setting| setting.there != setting.here);
         differing.map(|Setting { key, there, here }| format!("{key} {there} there, {here} here")).collect()
     }

@@ -4,7 +4,6 @@
 //! output is the new state, from which the target's head predicts. Shapes: N rows, d hidden size, V vocabulary.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
-use deepspec_core::recipe::require_at_least_one;
 use deepspec_engine::Context;
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::{Builder, DecoderLayer, Qkv, RmsNorm, Rotation};
@@ -15,10 +14,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tch::Tensor;
 
-use super::batch::MtpBatch;
 use crate::ConfigIssue;
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings};
-use crate::token_common::{TokenDrafter, TokenProposer, causal_attention};
+use crate::token_common::{
+    StepBatch, TokenDrafter, TokenProposer, causal_attention, check_max_steps, check_steps,
+};
 
 /// Recipe section of MTP-1.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -42,32 +42,9 @@ impl MtpRecipe {
     /// # Errors
     /// A key of the recipe, and the problem with its value.
     pub fn check(&self) -> Result<(), ConfigIssue> {
-        require_at_least_one(&[("num_speculative_steps", self.num_speculative_steps)])?;
-        if self.step_weight_beta > 0.0 && self.step_weight_beta <= 1.0 {
-            return Ok(());
-        }
-        Err(("step_weight_beta", format!("{} is not in (0, 1]", self.step_weight_beta)))
+        check_steps(self.num_speculative_steps, self.step_weight_beta)
     }
 }
-
-/// The objective of an MTP-1 drafter.
-#[derive(Debug, Clone, PartialEq)]
-pub struct MtpObjective {
-    /// Weight of each step in the loss, K entries whose sum is 1.
-    pub step_weights: Vec<f64>,
-}
-
-impl MtpObjective {
-    /// Weights beta^j / Σ beta^i of `steps` steps (FastMTP, arXiv 2509.18362).
-    pub fn new(beta: f64, steps: usize) -> Self {
-        let powers: Vec<f64> = (0..steps).map(|step| beta.powi(step as i32)).collect();
-        let total: f64 = powers.iter().sum();
-        Self { step_weights: powers.into_iter().map(|power| power / total).collect() }
-    }
-}
-
-/// Upper limit of `num_speculative_steps`. A larger value is a mistake that would exhaust memory.
-const MAX_STEPS: usize = 64;
 
 /// Settings of an MTP-1 drafter.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -116,11 +93,7 @@ impl DrafterSettings for MtpSettings {
         if model.layers[0].attention.window.is_some() {
             return Err(("layer_types", "an MTP-1 layer with a sliding window is not supported".into()));
         }
-        if !(1..=MAX_STEPS).contains(&self.num_speculative_steps) {
-            let found = self.num_speculative_steps;
-            return Err(("num_speculative_steps", format!("{found} is not between 1 and {MAX_STEPS}")));
-        }
-        Ok(())
+        check_max_steps(self.num_speculative_steps)
     }
 
     fn draft_len(&self) -> usize {
@@ -165,7 +138,7 @@ impl Mtp {
     }
 
     /// States `[N, d]` after each of the K steps, normed.
-    pub fn step_states(&self, batch: &MtpBatch) -> Vec<Tensor> {
+    pub fn step_states(&self, batch: &StepBatch) -> Vec<Tensor> {
         let _range = range(c"forward");
         let rotations = self.rotations(&batch.row_positions());
         let spec = &self.config().model().layers[0].attention;

@@ -9,12 +9,13 @@ use deepspec_ops::distill_loss::{LossColumn, LossOutput, LossRecipe, SupervisedR
 use deepspec_ops::range;
 use tch::{Kind, Tensor};
 
-use super::batch::{MtpBatch, needed_positions, supervised_count};
-use super::model::{Mtp, MtpConfig, MtpModules, MtpObjective, MtpProposer, MtpRecipe, MtpSettings};
+use super::model::{Mtp, MtpConfig, MtpModules, MtpProposer, MtpRecipe, MtpSettings};
 use crate::block_common::{FROZEN_FACTOR, TRAINED_FACTOR};
 use crate::draft_model::{DraftDecoder, DrafterKind, PassRows, Plan, SampleSize, checkpoint_kind};
 use crate::registration::{DrafterKindInfo, ParamGroup, RecipeSection};
-use crate::token_common::{HEADLINE, STEP_SUMS, TAU_SUMS, ratio, step_metrics};
+use crate::token_common::{
+    StepBatch, StepObjective, StepRows, needed_positions, step_sums, supervised_count,
+};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
 };
@@ -54,12 +55,12 @@ pub fn build_plan<D>(
         settings: MtpSettings { num_speculative_steps, step_weight_beta },
     };
     config.check_recipe()?;
-    Ok(Box::new(MtpPlan::new(config, MtpObjective::new(step_weight_beta, num_speculative_steps))))
+    Ok(Box::new(MtpPlan::new(config, StepObjective::new(step_weight_beta, num_speculative_steps))))
 }
 
 impl DrafterKind for MtpModules {
     type Settings = MtpSettings;
-    type Objective = MtpObjective;
+    type Objective = StepObjective;
     const FINAL_STATES: FinalStates = FinalStates::All;
     const TREE_REFUSAL: Option<&'static str> = crate::drafter::TREE_REFUSAL;
 
@@ -67,39 +68,24 @@ impl DrafterKind for MtpModules {
         Self::build(b, config)
     }
 
-    /// Weights of all supervised rows.
     fn loss_denominator_part(plan: &MtpPlan, loss_mask: &[bool], _anchors: &[usize]) -> f64 {
-        let weights = &plan.objective.step_weights;
-        let of_step =
-            |(step, weight): (usize, &f64)| weight * supervised_count(loss_mask, step, weights.len()) as f64;
-        weights.iter().enumerate().map(of_step).sum()
+        plan.objective.loss_denominator_part(loss_mask)
     }
 
     fn accumulate(
         model: &Mtp,
-        objective: &MtpObjective,
+        objective: &StepObjective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
         _progress: f64,
         _listener: Option<GradReadyHook>,
     ) -> Option<Tensor> {
-        let batch = MtpBatch::new(samples, &objective.step_weights, model.device(), model.kind())?;
+        let batch = StepBatch::new(samples, &objective.step_weights, model.device(), model.kind())?;
         Some(model.accumulate(&batch, normaliser))
     }
 
-    /// Each step has [`STEP_SUMS`] with Σ CE, and [`TAU_SUMS`] follow.
     fn metric_defs(plan: &MtpPlan) -> Metrics {
-        let weights = plan.objective.step_weights.clone();
-        let split = STEP_SUMS * weights.len();
-        let compute = move |sums: &[f64], _: usize| {
-            let (by_step, taus) = sums.split_at(split);
-            let steps = || by_step.chunks(STEP_SUMS);
-            let losses: Vec<f64> = steps().map(|step| ratio(step[0], step[1])).collect();
-            let weighted =
-                |sum: usize| steps().zip(&weights).map(|(step, weight)| weight * step[sum]).sum::<f64>();
-            step_metrics(ratio(weighted(0), weighted(1)), &losses, by_step, taus)
-        };
-        Metrics { count: split + TAU_SUMS, headline: HEADLINE, compute: Box::new(compute) }
+        plan.objective.metric_defs()
     }
 
     fn flops(plan: &MtpPlan, samples: &[TrainSample]) -> f64 {
@@ -135,9 +121,9 @@ impl DrafterKind for MtpModules {
     }
 
     fn predict<'a>(model: &'a Mtp, samples: &[TrainSample]) -> Option<Predictions<'a>> {
-        let equal = MtpObjective::new(1.0, model.config().settings.num_speculative_steps);
+        let equal = StepObjective::new(1.0, model.config().settings.num_speculative_steps);
         let device = samples.first()?.last.device();
-        let batch = MtpBatch::new(samples, &equal.step_weights, device, model.kind())?;
+        let batch = StepBatch::new(samples, &equal.step_weights, device, model.kind())?;
         let (mut counts, order, teacher) = batch.rows_by_step();
         counts.retain(|&count| count > 0);
         let states = Tensor::cat(&model.step_states(&batch), 0).index_select(0, &batch.rows);
@@ -152,7 +138,7 @@ impl Mtp {
     /// the supervised labels of all steps, where w is the weight of the step. Returns the sums of the metrics, float64.
     ///
     /// Autograd differentiates the layer. [`distill_loss`] computes the gradients with respect to the states in closed form.
-    pub fn accumulate(&self, batch: &MtpBatch, normaliser: LossDenominator) -> Tensor {
+    pub fn accumulate(&self, batch: &StepBatch, normaliser: LossDenominator) -> Tensor {
         let states = Tensor::cat(&self.step_states(batch), 0); // [K·N, d]
         let rows = states.index_select(0, &batch.rows); // [R, d]
         let output = tch::no_grad(|| self.head_losses(batch, &rows, normaliser.scale()));
@@ -161,11 +147,18 @@ impl Mtp {
         let backward = range(c"backward");
         surrogate.backward();
         drop(backward);
-        tch::no_grad(|| step_sums(batch, &output))
+        tch::no_grad(|| {
+            let rows = StepRows {
+                ce: output.column(LossColumn::CE),
+                agreement: output.column(LossColumn::Agreement),
+                accept: (output.column(LossColumn::L1) * -0.5 + 1.0).clamp(0.0, 1.0),
+            };
+            step_sums(batch, &rows)
+        })
     }
 
     /// Losses of the supervised rows, whose states are `rows [R, d]`. The caller must disable autograd.
-    fn head_losses(&self, batch: &MtpBatch, rows: &Tensor, scale: f64) -> LossOutput {
+    fn head_losses(&self, batch: &StepBatch, rows: &Tensor, scale: f64) -> LossOutput {
         // Every row is its own block.
         let slots = rows.new_zeros([rows.size()[0]], (Kind::Int64, rows.device()));
         let supervised = SupervisedRows {
@@ -186,23 +179,6 @@ impl Mtp {
         let recipe = LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE };
         distill_loss(&self.vocabulary().loss_head(), &supervised, &recipe)
     }
-}
-
-/// Sums of the metrics, `[STEP_SUMS · K + TAU_SUMS]` float64.
-fn step_sums(batch: &MtpBatch, output: &LossOutput) -> Tensor {
-    let (steps, positions) = (batch.steps() as i64, batch.positions());
-    let ce = output.column(LossColumn::CE);
-    let accept = (output.column(LossColumn::L1) * -0.5 + 1.0).clamp(0.0, 1.0); // Σ min(p^d, p^t)
-    let columns = [&ce, &ce.ones_like(), &output.column(LossColumn::Agreement), &accept];
-    let columns = Tensor::stack(&columns, 1).to_kind(Kind::Double); // [R, STEP_SUMS]
-    let all = Tensor::zeros([steps * positions, STEP_SUMS as i64], (Kind::Double, columns.device()));
-    let all = all.index_copy(0, &batch.rows, &columns).view([steps, positions, STEP_SUMS as i64]);
-    let by_step = all.sum_dim_intlist(1, false, Kind::Double); // [K, STEP_SUMS]
-    // A chain of drafts from a position ends where a draft is rejected, or where its label is not supervised.
-    let chains =
-        all.narrow(2, 2, 2).cumprod(0, Kind::Double).sum_dim_intlist([0, 1].as_slice(), false, Kind::Double);
-    let first = by_step.get(0).narrow(0, 1, 1);
-    Tensor::cat(&[by_step.flatten(0, 1), chains, first], 0)
 }
 
 /// Floating-point operations of forward and backward pass over a sample, counted as in

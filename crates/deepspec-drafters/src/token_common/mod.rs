@@ -1,4 +1,4 @@
-//! Code that Eagle3, P-EAGLE and MTP-1 share, which read tokens beside the target's states.
+//! Code that Eagle3, P-EAGLE, MTP-1 and assistants of Gemma 4 share, which read tokens beside the target's states.
 //!
 //! Such a drafter reads the state before a token and the token, and predicts the token behind it from the new state. States of
 //! committed tokens come from the target. Eagle3 and MTP-1 draft one token after the other ([`TokenDrafter`]).
@@ -9,13 +9,17 @@ mod fusion;
 mod last_states;
 mod metrics;
 mod proposer;
+mod step_batch;
+mod steps;
 
-pub use attention::{additive_mask, causal_attention, masked_attention};
+pub use attention::{CausalKeys, additive_mask, causal_attention, masked_attention};
 pub use formats::{TAPS_KEY, add_fusion_norm_shapes, captured_layers, default_taps};
 pub use fusion::{Eagle3Norms, FusionNorms, read_draft_vocab, write_vocab_and_norms};
 pub use last_states::LastStates;
 pub use metrics::{HEADLINE, STEP_SUMS, TAU_SUMS, ratio, step_metrics};
 pub use proposer::TokenProposer;
+pub use step_batch::{StepBatch, needed_positions, supervised_count};
+pub use steps::{StepObjective, StepRows, check_max_steps, check_steps, step_sums};
 
 use deepspec_core::recipe::Recipe;
 use deepspec_engine::Context;

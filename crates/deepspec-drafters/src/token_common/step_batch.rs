@@ -1,4 +1,6 @@
-//! Positions and supervised rows of a micro-batch of MTP-1.
+//! Positions and supervised rows of a micro-batch of a drafter that is trained in steps over the target's final states.
+//!
+//! In step j, position t reads token t + 1 + j and predicts token t + 2 + j.
 //!
 //! Shapes: N positions of all sequences, K steps, R supervised rows of all steps, S target states that predict labels.
 
@@ -9,45 +11,47 @@ use tch::{Device, Kind, Tensor};
 use crate::TrainSample;
 
 /// Tensors of one training pass over a micro-batch.
-pub struct MtpBatch {
+pub struct StepBatch {
+    /// Indices of the samples with supervised labels, one per sequence.
+    pub used: Vec<usize>,
     /// The target's final states of the positions, `[N, d]`.
-    pub(super) states: Tensor,
+    pub states: Tensor,
     /// Number of positions of each sequence; the sum is N.
-    pub(super) lengths: Vec<i64>,
+    pub lengths: Vec<i64>,
     /// Tokens that each step reads, K slices `[N]`.
     tokens: Vec<UploadSlice>,
     /// Position of each row within its sequence, `[N]`.
     positions: UploadSlice,
     /// Target states that predict the labels, `[S, d]`.
-    pub(super) teacher: Tensor,
+    pub teacher: Tensor,
     /// Index of each supervised row's target state in `teacher`, on the host and on the device. It ascends.
     sources: (Vec<i64>, Tensor),
     /// Supervised rows among the K·N rows of all steps, `[R]`.
-    pub(super) rows: Tensor,
+    pub rows: Tensor,
     /// Step of each supervised row, R entries.
     steps_of_rows: Vec<usize>,
     /// Label of each supervised row, `[R]`.
-    pub(super) labels: Tensor,
+    pub labels: Tensor,
     /// Weight of each supervised row's step, `[R]` float32.
-    pub(super) weights: Tensor,
+    pub weights: Tensor,
     /// The upload whose slices are the lists above.
     lists: Uploaded,
 }
 
 /// Number of positions that all `steps` steps share: the last step reads a token and predicts another. 0 for a shorter sequence.
-pub(super) fn valid_positions(tokens: usize, steps: usize) -> usize {
+pub fn valid_positions(tokens: usize, steps: usize) -> usize {
     tokens.saturating_sub(steps + 1)
 }
 
 /// Number of positions that the steps compute: up to the last one that has a supervised label in any step.
-pub(super) fn needed_positions(loss_mask: &[bool], steps: usize) -> usize {
+pub fn needed_positions(loss_mask: &[bool], steps: usize) -> usize {
     // Step j at position t predicts token t + 2 + j.
     let is_needed = |&t: &usize| loss_mask[t + 2..t + 2 + steps].contains(&true);
     (0..valid_positions(loss_mask.len(), steps)).rev().find(is_needed).map_or(0, |last| last + 1)
 }
 
 /// Number of supervised labels of step `step`.
-pub(super) fn supervised_count(loss_mask: &[bool], step: usize, steps: usize) -> usize {
+pub fn supervised_count(loss_mask: &[bool], step: usize, steps: usize) -> usize {
     let labels = loss_mask.iter().skip(step + 2).take(valid_positions(loss_mask.len(), steps));
     labels.filter(|&&is_supervised| is_supervised).count()
 }
@@ -66,7 +70,7 @@ fn labelled_rows(
     labels.map(move |label| (label - 1, pairs_of(label))).filter(|(_, pairs)| !pairs.is_empty())
 }
 
-impl MtpBatch {
+impl StepBatch {
     /// A batch on `device` of steps with these weights. None if no label is supervised. The samples' hidden states may be on another
     /// device, the same for all samples.
     ///
@@ -75,11 +79,11 @@ impl MtpBatch {
     pub fn new(samples: &[TrainSample], step_weights: &[f64], device: Device, kind: Kind) -> Option<Self> {
         let _range = range(c"upload");
         let steps = step_weights.len();
-        let used: Vec<(&TrainSample, usize)> = samples
-            .iter()
-            .map(|sample| (sample, needed_positions(&sample.loss_mask, steps)))
-            .filter(|(_, positions)| *positions > 0)
-            .collect();
+        let counts: Vec<usize> =
+            samples.iter().map(|sample| needed_positions(&sample.loss_mask, steps)).collect();
+        let indices: Vec<usize> = (0..samples.len()).filter(|&index| counts[index] > 0).collect();
+        let used: Vec<(&TrainSample, usize)> =
+            indices.iter().map(|&index| (&samples[index], counts[index])).collect();
         let source_device = used.first()?.0.last.device();
         let count: usize = used.iter().map(|(_, positions)| positions).sum();
         let mut lists = Upload::default();
@@ -124,6 +128,7 @@ impl MtpBatch {
             cat_to_device(&parts, source_device, device, kind)
         };
         Some(Self {
+            used: indices,
             states: select(&states),
             lengths: used.iter().map(|(_, positions)| *positions as i64).collect(),
             tokens,
@@ -139,32 +144,32 @@ impl MtpBatch {
     }
 
     /// Number of steps, K.
-    pub(super) fn steps(&self) -> usize {
+    pub fn steps(&self) -> usize {
         self.tokens.len()
     }
 
     /// Number of positions, N.
-    pub(super) fn positions(&self) -> i64 {
+    pub fn positions(&self) -> i64 {
         self.lengths.iter().sum()
     }
 
     /// Tokens that step `step` reads, `[N]`.
-    pub(super) fn step_tokens(&self, step: usize) -> Tensor {
+    pub fn step_tokens(&self, step: usize) -> Tensor {
         self.lists.slice(self.tokens[step])
     }
 
     /// Position of each row within its sequence, `[N]`.
-    pub(super) fn row_positions(&self) -> Tensor {
+    pub fn row_positions(&self) -> Tensor {
         self.lists.slice(self.positions)
     }
 
     /// Index from supervised rows to target states.
-    pub(super) fn teacher_index(&self) -> TeacherIndex<'_> {
+    pub fn teacher_index(&self) -> TeacherIndex<'_> {
         TeacherIndex { of_rows: &self.sources.0, there: &self.sources.1 }
     }
 
     /// Supervised rows in the order of their steps: the number of each step, indices among the R rows, and their target states, `[R, d]`.
-    pub(super) fn rows_by_step(&self) -> (Vec<i64>, Tensor, Tensor) {
+    pub fn rows_by_step(&self) -> (Vec<i64>, Tensor, Tensor) {
         let of_step = |step: usize| {
             let rows = self.steps_of_rows.iter().enumerate();
             rows.filter_map(move |(row, &own)| (own == step).then_some(row as i64)).collect::<Vec<_>>()
