@@ -217,6 +217,7 @@ impl RunInputs {
         let RankJob { args, recipe, device, kind, .. } = *job;
         let (embed, head) = embed_and_head(states, &self.source, device, kind)?;
         let drafter = self.drafter_plan.build(&embed, &head, recipe.seed, kind);
+        drafter.load_target(&self.source.dir)?;
         if let Some(latest) = &run_dir.latest {
             check_draft_vocab(latest, drafter.as_ref())?;
         }

@@ -99,9 +99,11 @@ impl TargetSpec {
     }
 }
 
-/// Training on states from servers needs no layers, unless it decodes with the target in between.
+/// Training on states from servers needs no layers, unless it decodes with the target in between, or the drafter
+/// computes with some of them.
 fn needed_files(recipe: &Recipe) -> ModelFiles {
-    match recipe.data.states.come_from_engine() && recipe.logging.eval_every.is_none() {
+    let needs_layers = recipe.logging.eval_every.is_some() || recipe.drafter.reads_target_layers();
+    match recipe.data.states.come_from_engine() && !needs_layers {
         true => ModelFiles::WithoutLayers,
         false => ModelFiles::Whole,
     }

@@ -192,6 +192,15 @@ pub trait TrainableDrafter {
     /// A drafter for `slots` sequences with the present weights.
     fn inference_drafter(&self, slots: usize) -> Box<dyn Drafter>;
 
+    /// Loads the weights of the target's layers that the drafter computes with, from the folder of the target. Most drafters read
+    /// states only.
+    ///
+    /// # Errors
+    /// If a tensor is missing or does not fit.
+    fn load_target(&self, _dir: &Path) -> Result<(), ModelError> {
+        Ok(())
+    }
+
     /// Loads the weights of the drafter checkpoint in `dir`. Heads that the checkpoint lacks stay random: DSpark may start from DFlash.
     /// Returns the names of the random parameters. Embedding and LM head of the target are not replaced.
     ///

@@ -26,7 +26,7 @@ mod token_common;
 mod train_state;
 mod xpress;
 
-pub use assistant::{Assistant, AssistantProposer};
+pub use assistant::{Assistant, AssistantProposer, AssistantRecipe};
 pub use block_common::{
     BackboneDrafter, BlockBatch, BlockDrafter, BlockProposerOf, BlockSpec, ConfidenceInputs, Convolution,
     LayerType, LossSum, anchor_candidates, slot_weight, supervised_draft_count,

@@ -104,10 +104,10 @@ fn frozen_prefixes(recipe: &Recipe) -> Result<Vec<&'static str>, String> {
 pub fn plan_drafter(recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ModelError> {
     let kind = recipe.drafter.kind();
     let mismatch = |text: String| ModelError::Mismatch(UsageError(text));
-    let mut plan = recipe
-        .drafter
-        .build_plan(recipe, target)
-        .map_err(|(key, problem)| mismatch(format!("`drafter.{kind}.{key}`: {problem}")))?;
+    let mut plan = recipe.drafter.build_plan(recipe, target).map_err(|(key, problem)| {
+        let section = if key.starts_with("target.") { String::new() } else { format!("drafter.{kind}.") };
+        mismatch(format!("`{section}{key}`: {problem}"))
+    })?;
     let wrong_freeze = |problem| mismatch(format!("`train.freeze`: {problem}"));
     plan.freeze(frozen_prefixes(recipe).map_err(wrong_freeze)?);
     if recipe.train.recompute && !plan.enable_recompute() {

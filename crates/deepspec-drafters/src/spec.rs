@@ -10,8 +10,9 @@ use serde_json::json;
 use crate::registration::RecipeSection;
 use crate::registry::drafter_title;
 use crate::{
-    ConfigIssue, DFlash2Recipe, DSparkRecipe, DSparkV4Recipe, DominoRecipe, DrafterPlan, Eagle3Recipe,
-    MtpRecipe, PEagleRecipe, XPressRecipe, dflash2, domino, dspark, dspark_v4, eagle3, mtp, peagle, xpress,
+    AssistantRecipe, ConfigIssue, DFlash2Recipe, DSparkRecipe, DSparkV4Recipe, DominoRecipe, DrafterPlan,
+    Eagle3Recipe, MtpRecipe, PEagleRecipe, XPressRecipe, assistant, dflash2, domino, dspark, dspark_v4,
+    eagle3, mtp, peagle, xpress,
 };
 
 /// A recipe whose drafter section is parsed.
@@ -38,11 +39,23 @@ pub enum DrafterSpec {
     PEagle(PEagleRecipe),
     /// `mtp`.
     Mtp(MtpRecipe),
+    /// `gemma4_assistant`.
+    Gemma4Assistant(AssistantRecipe),
 }
 
 /// Names of the kinds in recipes.
-const KIND_NAMES: [&str; 9] =
-    ["dspark", "dflash", "dflash2", "domino", "xpress", "dspark_v4", "eagle3", "peagle", "mtp"];
+const KIND_NAMES: [&str; 10] = [
+    "dspark",
+    "dflash",
+    "dflash2",
+    "domino",
+    "xpress",
+    "dspark_v4",
+    "eagle3",
+    "peagle",
+    "mtp",
+    "gemma4_assistant",
+];
 
 impl DrafterSpec {
     /// Reads and checks the drafter section of a recipe.
@@ -62,6 +75,7 @@ impl DrafterSpec {
             "eagle3" => eagle3::read_recipe(&section).map(Self::Eagle3),
             "peagle" => peagle::read_recipe(&section).map(Self::PEagle),
             "mtp" => mtp::read_recipe(&section).map(Self::Mtp),
+            "gemma4_assistant" => assistant::read_recipe(&section).map(Self::Gemma4Assistant),
             _ => {
                 let names = KIND_NAMES.map(|name| format!("`{name}`")).join(", ");
                 let problem = format!("no drafter is called `{kind}`; expected one of {names}");
@@ -82,6 +96,7 @@ impl DrafterSpec {
             Self::Eagle3(_) => "eagle3",
             Self::PEagle(_) => "peagle",
             Self::Mtp(_) => "mtp",
+            Self::Gemma4Assistant(_) => "gemma4_assistant",
         }
     }
 
@@ -94,8 +109,13 @@ impl DrafterSpec {
             Self::XPress(recipe) => Some(recipe.mask_token_id),
             Self::DSparkV4(recipe) => Some(recipe.mask_token_id),
             Self::PEagle(recipe) => Some(recipe.mask_token_id),
-            Self::Eagle3(_) | Self::Mtp(_) => None,
+            Self::Eagle3(_) | Self::Mtp(_) | Self::Gemma4Assistant(_) => None,
         }
+    }
+
+    /// Whether the drafter computes with weights of the target's layers, and not with their states alone.
+    pub fn reads_target_layers(&self) -> bool {
+        matches!(self, Self::Gemma4Assistant(_))
     }
 
     /// Checks that the recipe captures target layers exactly if the drafter reads them.
@@ -130,6 +150,7 @@ impl DrafterSpec {
             Self::Eagle3(own) => eagle3::build_plan(own, recipe, target),
             Self::PEagle(own) => peagle::build_plan(own, recipe, target),
             Self::Mtp(own) => mtp::build_plan(own, recipe, target),
+            Self::Gemma4Assistant(own) => assistant::build_plan(own, recipe, target),
         }
     }
 }
@@ -145,6 +166,7 @@ impl Serialize for DrafterSpec {
             Self::Eagle3(settings) => json!(settings),
             Self::PEagle(settings) => json!(settings),
             Self::Mtp(settings) => json!(settings),
+            Self::Gemma4Assistant(settings) => json!(settings),
         };
         serializer.collect_map([(self.kind(), settings)])
     }

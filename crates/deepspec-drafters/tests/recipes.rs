@@ -50,7 +50,7 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
     assert!(kind.contains("recipe.yaml:5: `drafter.dspork`: no drafter is called `dspork`"), "{kind}");
     assert!(
         kind.contains(
-            "expected one of `dspark`, `dflash`, `dflash2`, `domino`, `xpress`, `dspark_v4`, `eagle3`, `peagle`, `mtp`; did you mean `dspark`?"
+            "expected one of `dspark`, `dflash`, `dflash2`, `domino`, `xpress`, `dspark_v4`, `eagle3`, `peagle`, `mtp`, `gemma4_assistant`; did you mean `dspark`?"
         ),
         "{kind}"
     );

@@ -11,30 +11,10 @@ use deepspec_ops::Attend;
 use deepspec_ops::kv_attention::{AttentionPlan, Chunk, KvCache, MaskKind};
 use tch::Tensor;
 
-use super::model::{Assistant, check_config};
+use super::model::Assistant;
 use crate::drafter::{TREE_REFUSAL, draft_autoregressively};
-use crate::registration::{CheckpointKind, DrafterKindInfo};
 use crate::token_common::LastStates;
 use crate::{Drafter, DrafterOptions};
-
-/// Registry entry of assistants, which are evaluated and not trained.
-pub const ASSISTANT_INFO: DrafterKindInfo = DrafterKindInfo {
-    name: "gemma4_assistant",
-    title: "an assistant of Gemma 4",
-    param_groups: &[],
-    settings: None,
-    checkpoints: Some(CheckpointKind {
-        classes: || {
-            ["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"].map(String::from).to_vec()
-        },
-        description: "an assistant of Gemma 4",
-        are_language_models: false,
-        tree_refusal: TREE_REFUSAL,
-        check: check_config,
-        load: |dir, options| Ok(Box::new(AssistantProposer::load(dir, options)?)),
-        layouts: None,
-    }),
-};
 
 /// Default number of drafted tokens, as of other drafters. An assistant drafts any number.
 const DEFAULT_DRAFT_LEN: usize = 7;
@@ -68,7 +48,8 @@ impl AssistantProposer {
         Ok(Self::new(Assistant::load(dir, target, *device, *kind)?, *slots))
     }
 
-    fn new(model: Assistant, slots: usize) -> Self {
+    /// A proposer with an empty cache for `slots` sequences.
+    pub(super) fn new(model: Assistant, slots: usize) -> Self {
         let (kind, device) = model.options();
         let width = model.backbone_hidden_size();
         Self {
