@@ -208,6 +208,13 @@ fn a_run_with_an_assistant_is_lossless_and_other_commands_refuse_it_by_name() {
     assert!(traced.status.success() && told.contains("/7"), "{told}");
     let doctor = deepspec_eval(&[&["checkpoint", "doctor"], &both[..]].concat());
     assert_refused(&doctor, 2, &["an assistant of Gemma 4 is read beside its target by `run`"]);
+    let [suites, out] = [repository("eval_datasets"), dir.path().join("transfer")];
+    let place = ["--suites-dir", suites.to_str().unwrap(), "--output-dir", out.to_str().unwrap(), "--json"];
+    let few = ["transfer", "--quiet", "smoke-math", "--limit", "1", "--max-new-tokens", "4"];
+    let moved = deepspec_eval(&[&few[..], &place, &both].concat());
+    assert!(moved.status.success(), "{}", String::from_utf8_lossy(&moved.stderr));
+    let moved: Value = serde_json::from_slice(&moved.stdout).unwrap();
+    assert_eq!((&moved["fit"]["init_from"], &moved["fit"]["embedding"]), (&json!("possible"), &Value::Null));
     let inspect = ["checkpoint", "inspect", assistant];
     assert_refused(
         &deepspec_eval(&inspect),

@@ -3,6 +3,7 @@
 mod adapter;
 mod pruning;
 
+use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -13,7 +14,7 @@ use deepspec_core::atomic::{self, FileError};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{VERSION, config, usage};
 use deepspec_drafters::Recipe;
-use deepspec_drafters::{TRAIN_STATE_FILE, TrainableDrafter};
+use deepspec_drafters::{TRAIN_STATE_FILE, TrainableDrafter, is_embed_or_head};
 use deepspec_models::{MAX_SHARD_BYTES, Weights, save, save_checkpoint};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -342,20 +343,35 @@ pub fn restore(
         );
     }
     // Reads the header and checks the length, so that an incomplete copy is found early.
-    Weights::open(path, "drafter", Device::Cpu, Kind::Float)?;
+    let weights = Weights::open(path, "drafter", Device::Cpu, Kind::Float)?;
     let files = [STATE_TENSORS, EARLIER_STATE_TENSORS].map(|name| path.join(name));
     let file = files.iter().find(|file| file.is_file()).unwrap_or(&files[0]);
     let tensors = Weights::open_file(file, "training state", Device::Cpu, Kind::Float)?;
     optimizer.restore(state.step as i64, |name, shape| tensors.get(name, shape))?;
     let base = drafter.lora_base();
-    if !base.is_empty() {
-        let _guard = tch::no_grad_guard();
+    let _guard = tch::no_grad_guard();
+    if base.is_empty() {
+        for (name, mut weight) in frozen_weights(drafter) {
+            weight.copy_(&weights.get(&name, &weight.size())?);
+        }
+    } else {
         let tensors = Weights::open_file(&path.join(LORA_BASE), "frozen weights", Device::Cpu, Kind::Float)?;
         for (name, mut weight) in base {
             weight.copy_(&tensors.get(&name, &weight.size())?);
         }
     }
     Ok(state)
+}
+
+/// Weights of a checkpoint that are not trained, without the target's embedding and head. They are parts that the recipe freezes, and
+/// factors of layers, which `train.init_from` may bring. The optimiser's state has none of them.
+pub fn frozen_weights(drafter: &dyn TrainableDrafter) -> Vec<(String, Tensor)> {
+    let learns: HashSet<&str> = drafter.parameters().iter().map(|(name, _)| name.as_str()).collect();
+    let mut weights = drafter.checkpoint();
+    weights.retain(|(name, weight)| {
+        !learns.contains(name.as_str()) && !is_embed_or_head(name) && weight.is_floating_point()
+    });
+    weights
 }
 
 /// Keys of a drafter's config.json by which versions of this program may build it differently for one recipe.

@@ -1,6 +1,5 @@
 //! Runs `deepspec-train`: checks the command line, recipe and inputs before the first forward.
 
-use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
@@ -12,7 +11,7 @@ use deepspec_core::env::{self, DistributedEnv};
 use deepspec_core::recipe::{DistBackend, ShardingStrategy, StatesStorage};
 use deepspec_core::{config, usage};
 use deepspec_drafters::Recipe;
-use deepspec_drafters::{DrafterPlan, TrainableDrafter, is_embed_or_head};
+use deepspec_drafters::{DrafterPlan, TrainableDrafter};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelError, TargetModel, load_embed_and_head};
 use deepspec_ops::{DeviceError, LocalRank, StepTrace};
@@ -21,7 +20,9 @@ use tch::{Device, Kind, Tensor};
 use crate::args::Args;
 use crate::bench;
 use crate::budget::MemoryEstimator;
-use crate::checkpoint::{Checkpoints, DataId, check_architecture, check_draft_vocab, restore};
+use crate::checkpoint::{
+    Checkpoints, DataId, check_architecture, check_draft_vocab, frozen_weights, restore,
+};
 use crate::dist::{CommBackend, GroupError, ProcessGroup};
 use crate::evaluation::{EvalPrompts, Evaluation};
 use crate::loader::{Loader, LoaderOptions};
@@ -228,9 +229,7 @@ impl RunInputs {
             Some(latest) if has_frozen => drop(drafter.load_pretrained(latest)?),
             Some(_) => {}
         }
-        if has_frozen {
-            round_frozen(drafter.as_ref());
-        }
+        round_frozen(drafter.as_ref());
         Ok(drafter)
     }
 
@@ -390,12 +389,9 @@ fn save_untrained(trainer: &mut Trainer, resumed: bool, first: usize) -> anyhow:
 /// values. The embedding and the LM head keep theirs.
 fn round_frozen(drafter: &dyn TrainableDrafter) {
     let _guard = tch::no_grad_guard();
-    let learns: HashSet<&str> = drafter.parameters().iter().map(|(name, _)| name.as_str()).collect();
-    for (name, mut tensor) in drafter.checkpoint() {
-        if !learns.contains(name.as_str()) && !is_embed_or_head(&name) && tensor.is_floating_point() {
-            let rounded = tensor.to_kind(Kind::BFloat16).to_kind(tensor.kind());
-            tensor.copy_(&rounded);
-        }
+    for (_, mut tensor) in frozen_weights(drafter) {
+        let rounded = tensor.to_kind(Kind::BFloat16).to_kind(tensor.kind());
+        tensor.copy_(&rounded);
     }
 }
 

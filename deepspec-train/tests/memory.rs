@@ -83,6 +83,12 @@ fn mtp() -> Value {
     json!({"mtp": {"num_speculative_steps": 3}})
 }
 
+/// Of a target of 12 layers.
+fn assistant() -> Value {
+    let sizes = json!({"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 8});
+    json!({"gemma4_assistant": sizes})
+}
+
 fn peagle(segments: usize) -> Value {
     json!({"peagle": {"num_draft_layers": 2, "mask_token_id": VOCAB - 1, "segments": segments}})
 }
@@ -132,10 +138,14 @@ impl Case {
     fn check(self) {
         let dir = tempfile::tempdir().unwrap();
         target(dir.path(), self.gemma);
-        let reads_layers = self.drafter.get("mtp").is_none();
+        let layers: &[i64] = match () {
+            () if self.drafter.get("mtp").is_some() => &[],
+            () if self.drafter.get("gemma4_assistant").is_some() => &[9, 10],
+            () => &[1, 3, 5],
+        };
         let recipe = json!({
             "name": "memory",
-            "target": {"model": dir.path(), "layer_ids": if reads_layers { vec![1, 3, 5] } else { vec![] }},
+            "target": {"model": dir.path(), "layer_ids": layers},
             "drafter": self.drafter,
             "data": {
                 "states": {"cache": dir.path().join("none")},
@@ -315,6 +325,12 @@ fn mtp_1_in_bfloat16() {
 #[test]
 fn mtp_1_for_gemma4() {
     Case { drafter: mtp(), gemma: true, precision: "fp32", samples: 2, tokens: 1024, recompute: false }
+        .check();
+}
+
+#[test]
+fn an_assistant_of_gemma4() {
+    Case { drafter: assistant(), gemma: true, precision: "fp32", samples: 1, tokens: 640, recompute: false }
         .check();
 }
 

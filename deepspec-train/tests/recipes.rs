@@ -313,6 +313,34 @@ fn each_plans_and_runs_the_bench_at_small_sizes() {
     }
 }
 
+/// Its sizes are in the recipe, so that nothing of the released drafter is needed for a plan.
+#[test]
+fn the_one_that_fine_tunes_an_assistant_of_gemma4_is_planned_and_benched() {
+    let path = workspace().join("configs/gemma4_assistant/gemma4_12b.yaml");
+    let cache = tempfile::tempdir().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
+    command.arg("--config").arg(&path).args(["--plan", "--json"]).env("HF_HUB_OFFLINE", "1");
+    command.env("HF_HUB_CACHE", cache.path()).env("HOME", cache.path());
+    let plan = parsed(&command.output().unwrap(), "plan");
+    // The head, both projections, and four layers: their queries and outputs, MLPs and norms.
+    let (h, d, inner) = (1024_u64, 3840, 8192);
+    let attention = |dim: u64| 2 * h * 16 * dim + dim;
+    let layers = 3 * attention(256) + attention(512) + 4 * (3 * h * inner + 4 * h);
+    assert_eq!(plan["trainable_weights"], json!(262_144 * h + 3 * d * h + layers + h));
+    assert_eq!((&plan["frozen_weights"], &plan["cache_bytes_per_token"]), (&json!(0), &json!(3 * 2 * d)));
+
+    small_target(cache.path(), "gemma4_12b");
+    let small =
+        "drafter={gemma4_assistant: {hidden_size: 16, intermediate_size: 24, num_attention_heads: 4}}";
+    let target = format!("target.model={}", cache.path().display());
+    let settings = [target.as_str(), small, "data.max_length=48", "train.global_batch_size=2"];
+    let mut args: Vec<String> =
+        settings.iter().flat_map(|setting| ["--set", setting]).map(String::from).collect();
+    args.extend(["--json", "--bench", "1"].map(String::from));
+    let bench = parsed(&run(&path, &args), "bench");
+    assert!(bench["tflop_per_step"].as_f64().unwrap() > 0.0, "{bench}");
+}
+
 #[test]
 fn renamed_flags_are_refused_with_the_new_name() {
     let renamed =

@@ -10,10 +10,14 @@ use std::process::Command;
 use common::assert_close;
 use deepspec_core::Tap;
 use deepspec_drafters::{
-    DrafterPlan, LossDenominator, TrainSample, TrainableDrafter, load_recipe, plan_drafter,
+    Drafter, DrafterOptions, DrafterPlan, LossDenominator, TrainSample, TrainableDrafter, load_drafter,
+    load_recipe, plan_drafter,
 };
-use deepspec_engine::{ModelInput, Target};
+use deepspec_engine::{
+    Completion, DraftSampling, Engine, EngineOptions, ModelInput, Request, Sampling, Target, VerifyRule,
+};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
+use deepspec_ops::{AdamWSettings, AdamWTensors, adamw};
 use deepspec_testkit::{skip, tiny};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -84,31 +88,38 @@ fn build(root: &Path, plan: &dyn DrafterPlan) -> Box<dyn TrainableDrafter> {
     drafter
 }
 
-/// Texts with the states of the target. The second one is learned from in part.
-fn samples(root: &Path) -> Vec<TrainSample> {
-    let _guard = tch::no_grad_guard();
+fn target(root: &Path, slots: usize) -> TargetModel {
     let taps = TAPS.map(|layer| Tap::Layer(layer as u32)).to_vec();
-    let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, taps };
-    let mut target = TargetModel::load(&root.join("target"), &options).unwrap();
+    let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots, taps };
+    TargetModel::load(&root.join("target"), &options).unwrap()
+}
+
+/// A text with the states of the target.
+fn sample(target: &mut TargetModel, input_ids: Vec<i64>, loss_mask: Vec<bool>) -> TrainSample {
+    let _guard = tch::no_grad_guard();
+    let tokens = Tensor::from_slice(&input_ids);
+    let made = target.forward(&ModelInput { chunks: &[(0, input_ids.len())], tokens });
+    target.truncate(0, 0);
+    TrainSample {
+        last_positions: (0..input_ids.len() as u32).collect(),
+        taps: made.captured_states,
+        last: made.hidden,
+        anchors: vec![],
+        input_ids,
+        loss_mask,
+    }
+}
+
+/// Two texts. The second one is learned from in part.
+fn samples(root: &Path) -> Vec<TrainSample> {
+    let mut target = target(root, 1);
     let masks: [Vec<bool>; 2] =
         [(0..26).map(|at| at > 3).collect(), (0..17).map(|at| at % 3 == 0 && at != 15).collect()];
-    let mut sample = |(seed, loss_mask): (i64, Vec<bool>)| {
-        let input_ids: Vec<i64> =
-            (0..loss_mask.len() as i64).map(|i| (i * i * 7 + 13 * i + seed) % 600).collect();
-        let tokens = Tensor::from_slice(&input_ids);
-        let made = target.forward(&ModelInput { chunks: &[(0, input_ids.len())], tokens });
-        target.truncate(0, 0);
-        TrainSample {
-            last_positions: (0..input_ids.len() as u32).collect(),
-            taps: made.captured_states,
-            last: made.hidden,
-            anchors: vec![],
-            input_ids,
-            loss_mask,
-        }
-    };
-    let [first, second] = masks;
-    vec![sample((5, first)), sample((77, second))]
+    let texts = masks.into_iter().zip([5, 77]).map(|(loss_mask, seed)| {
+        let input_ids = (0..loss_mask.len() as i64).map(|i| (i * i * 7 + 13 * i + seed) % 600).collect();
+        sample(&mut target, input_ids, loss_mask)
+    });
+    texts.collect()
 }
 
 fn gradients(drafter: &dyn TrainableDrafter) -> BTreeMap<String, Tensor> {
@@ -279,4 +290,105 @@ fn mistakes_are_named() {
         told.to_string().contains("assistants are for targets of Gemma 4, and this one is of Qwen3"),
         "{told}"
     );
+}
+
+/// Greedy answers to some prompts, with any drafter.
+fn answers(root: &Path, drafter: Option<Box<dyn Drafter>>) -> Vec<Completion> {
+    let options = EngineOptions {
+        slots: 3,
+        context: 128,
+        max_draft_tokens: Some(STEPS),
+        draft_sampling: DraftSampling::default(),
+        verify_rule: VerifyRule::default(),
+        counts_overrun: false,
+    };
+    let request = |number: i64| Request {
+        id: number.to_string(),
+        prompt: (0..12).map(|i| (37 * i + 101 * number) % 600).collect(),
+        sampling: Sampling::new(0.0, 1),
+        max_new_tokens: 30,
+        stop_ids: vec![],
+    };
+    Engine::new(target(root, 3), drafter, options).run((0..3).map(request).collect(), |_| {}).unwrap()
+}
+
+/// Committed tokens per cycle.
+fn accepted_length(answers: &[Completion]) -> f64 {
+    let cycles = answers.iter().map(|answer| answer.cycles.len()).sum::<usize>();
+    answers.iter().map(|answer| answer.tokens.len()).sum::<usize>() as f64 / cycles as f64
+}
+
+fn optimise(drafter: &dyn TrainableDrafter, samples: &[TrainSample], denominator: f64, steps: usize) {
+    let zeros = || drafter.parameters().iter().map(|(_, tensor)| tensor.zeros_like()).collect::<Vec<_>>();
+    let (mut first, mut second) = (zeros(), zeros());
+    for step in 1..=steps {
+        let _ = drafter.accumulate(samples, LossDenominator(denominator), 0.0, None).unwrap();
+        let _guard = tch::no_grad_guard();
+        let mut weights: Vec<Tensor> =
+            drafter.parameters().iter().map(|(_, tensor)| tensor.detach()).collect();
+        let mut gradients: Vec<Tensor> =
+            drafter.parameters().iter().map(|(_, tensor)| tensor.grad().copy()).collect();
+        let moments = first.iter_mut().zip(&mut second);
+        let mut tensors: Vec<AdamWTensors> = weights
+            .iter_mut()
+            .zip(&mut gradients)
+            .zip(moments)
+            .map(|((weights, gradient), (exp_avg, exp_avg_sq))| AdamWTensors {
+                weights,
+                gradient,
+                exp_avg,
+                exp_avg_sq,
+            })
+            .collect();
+        let (lr, weight_decay, step) = (3e-3, 0.0, step as f64);
+        let settings = AdamWSettings { lr, beta1: 0.9, beta2: 0.99, weight_decay, eps: 1e-8, step };
+        adamw(&mut tensors, &Tensor::from(1.0_f32), settings);
+        for (_, tensor) in drafter.parameters() {
+            tensor.shallow_clone().zero_grad();
+        }
+    }
+}
+
+/// The trained assistant, the one that is read back from its checkpoint, and no drafter give the same answers.
+#[test]
+fn an_assistant_that_learns_answers_by_heart_has_more_drafts_accepted() {
+    let root = models();
+    let (root, plan) = (root.path(), plan(root.path(), &[]).unwrap());
+    let plain = answers(root, None);
+    let tokens = |answers: &[Completion]| -> Vec<Vec<i64>> {
+        answers.iter().map(|answer| answer.tokens.clone()).collect()
+    };
+    let mut model = target(root, 1);
+    let learned: Vec<TrainSample> = plain
+        .iter()
+        .enumerate()
+        .map(|(number, answer)| {
+            let prompt = (0..12).map(|i| (37 * i + 101 * number as i64) % 600);
+            let ids: Vec<i64> = prompt.chain(answer.tokens.iter().copied()).collect();
+            let mask = (0..ids.len()).map(|at| at >= 12).collect();
+            sample(&mut model, ids, mask)
+        })
+        .collect();
+    let drafter = build(root, plan.as_ref());
+    drafter.load_pretrained(&root.join("assistant")).unwrap();
+    let before = answers(root, Some(drafter.inference_drafter(3)));
+    let parts = learned.iter().map(|sample| plan.loss_denominator_part(&sample.loss_mask, &[]));
+    optimise(drafter.as_ref(), &learned, parts.sum(), 30);
+    let after = answers(root, Some(drafter.inference_drafter(3)));
+
+    let written = root.join("written");
+    fs::create_dir(&written).unwrap();
+    save(&written.join("model.safetensors"), &drafter.checkpoint(), Kind::Float).unwrap();
+    write(&written, &Value::Object(drafter.config_json()));
+    let dir = Some(root.join("target"));
+    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 3, target: dir };
+    let again = answers(root, Some(load_drafter(&written, &options).unwrap()));
+    for with_drafts in [&before, &after, &again] {
+        assert_eq!(tokens(with_drafts), tokens(&plain));
+    }
+    let cycles =
+        |answers: &[Completion]| -> Vec<usize> { answers.iter().map(|answer| answer.cycles.len()).collect() };
+    assert_eq!(cycles(&again), cycles(&after), "a checkpoint holds the whole assistant");
+    let [before, after] = [&before, &after].map(|answers| accepted_length(answers));
+    assert!(after > before + 1.0, "{before} before, {after} after");
 }

@@ -34,7 +34,7 @@ pub enum InitFrom {
     Possible,
     /// It refuses an LM head or an embedding that is the drafter's own and differs from the new target's.
     OwnMatrices,
-    /// Drafters of this kind are not trained here: language models, and assistants of Gemma.
+    /// Drafters of this kind are not trained here: language models.
     NotTrainedHere,
 }
 
@@ -72,7 +72,8 @@ impl Fit {
         let config = ModelConfig::load(target).context("--target")?;
         let tokenizer = ChatTokenizer::load(target).context("--target")?;
         let base_config = base.map(ModelConfig::load).transpose().context("--base")?;
-        let copies = if is_language_model(draft).context("--draft")? {
+        let is_language_model = is_language_model(draft).context("--draft")?;
+        let copies = if is_language_model {
             check_language_model(
                 draft,
                 &tokenizer,
@@ -124,7 +125,12 @@ impl Fit {
                 .and_then(|(copies, old)| copies.differ_from(old)),
             copies_differ_from_target: copies.and_then(|copies| copies.differ_from(&new)),
             may_own_matrices: copies.is_some_and(|copies| !copies.head_is_copy()),
-            init_from: copies.map_or(InitFrom::NotTrainedHere, |copies| copies.init_from(&new)),
+            init_from: match copies {
+                Some(copies) => copies.init_from(&new),
+                None if is_language_model => InitFrom::NotTrainedHere,
+                // An assistant of Gemma 4 has no copies, and its own head is trained.
+                None => InitFrom::Possible,
+            },
             other_special_tokens,
             same_template,
         })

@@ -15,7 +15,7 @@ const GPU_CHUNK_BYTES: i64 = 512 << 20;
 /// Limits on the rows of a chunk.
 const CHUNK_ROWS: (i64, i64) = (16, 2048);
 /// Buffers of a chunk that exist at once, in rows of float32 logits: of the drafter, of the target, and temporaries.
-const CHUNK_BUFFERS: usize = 5;
+const CHUNK_BUFFERS: usize = 4;
 
 /// Rows of a chunk.
 fn chunk_rows(vocab: i64, device: Device) -> i64 {
