@@ -25,7 +25,7 @@
 #   --suites DIR        folder of the suites to judge on; by default the public ones are fetched into eval_datasets
 #   --engine E          engine to write files for: vllm, sglang, llama.cpp or none; by default llama.cpp for a GGUF
 #                       target, else vllm. None is for drafters that no engine loads: MTP-1,
-#                       xPress, DSpark of DeepSeek-V4
+#                       xPress, DSpark of DeepSeek-V4; and for assistants of Gemma 4, which need no export
 #   --hardware H        accelerator of the estimate and of the memory: h100 (default with GPUs), h200, … (see
 #                       deepspec-train --help)
 #   --price P           price of a GPU for an hour, for the estimate
@@ -310,6 +310,8 @@ if [ "$engine" = none ]; then
     unset 'stages[-1]'
 elif grep -Eq '(^|[{ ])(mtp|xpress|dspark_v4):' "$recipe"; then
     usage "no engine loads the MTP-1, xPress or DSpark of DeepSeek-V4 of $recipe; --engine none writes no files for one"
+elif grep -Eq '(^|[{ ])gemma4_assistant:' "$recipe"; then
+    usage "the checkpoint of the assistant of $recipe has the layout that engines load; take --engine none"
 elif [ "$engine" != vllm ] && grep -Eq '(^|[{ ])peagle:' "$recipe"; then
     usage "of the engines only vLLM loads the P-EAGLE of $recipe; take --engine vllm or none"
 elif [ "$engine" != vllm ] && grep -Eq '(^|[{ ])(causal|attention_sinks): *true' "$recipe"; then

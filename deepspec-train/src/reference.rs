@@ -159,9 +159,19 @@ mod tests {
         let text = render_page(&deepspec_drafters::recipe_schema());
         let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs");
         let mut recipes = 0;
-        for kind in
-            ["dspark", "dflash", "eagle3", "domino", "mtp", "peagle", "xpress", "tiny", "online", "real"]
-        {
+        for kind in [
+            "dspark",
+            "dflash",
+            "eagle3",
+            "domino",
+            "mtp",
+            "gemma4_assistant",
+            "peagle",
+            "xpress",
+            "tiny",
+            "online",
+            "real",
+        ] {
             for file in configs.join(kind).read_dir().unwrap() {
                 let recipe = load_recipe(&file.unwrap().path(), &[]).unwrap();
                 let mut found = vec![];

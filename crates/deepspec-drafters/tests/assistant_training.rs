@@ -78,11 +78,11 @@ fn plan(root: &Path, changes: &[&str]) -> Result<Box<dyn DrafterPlan>, String> {
 }
 
 /// A drafter of the plan with the target's layers.
-fn build(root: &Path, plan: &dyn DrafterPlan) -> Box<dyn TrainableDrafter> {
+fn build(root: &Path, plan: &dyn DrafterPlan, kind: Kind) -> Box<dyn TrainableDrafter> {
     let dir = root.join("target");
     let config = ModelConfig::load(&dir).unwrap();
-    let (embed, head) = load_embed_and_head(&dir, &config, Device::Cpu, Kind::Float).unwrap();
-    let drafter = plan.build(&embed, &head, 5, Kind::Float);
+    let (embed, head) = load_embed_and_head(&dir, &config, Device::Cpu, kind).unwrap();
+    let drafter = plan.build(&embed, &head, 5, kind);
     drafter.load_target(&dir).unwrap();
     drafter.parameters().iter().for_each(|(_, parameter)| drop(parameter.set_requires_grad(true)));
     drafter
@@ -149,7 +149,7 @@ fn transformers_computes_the_same_losses_and_gradients_with_what_is_written() {
     let Some(python) = skip::python("transformers") else { return };
     let root = models();
     let (root, plan) = (root.path(), plan(root.path(), &[]).unwrap());
-    let drafter = build(root, plan.as_ref());
+    let drafter = build(root, plan.as_ref(), Kind::Float);
     assert_eq!(drafter.load_pretrained(&root.join("assistant")).unwrap(), Vec::<String>::new());
     let samples = samples(root);
     let parts = samples.iter().map(|sample| plan.loss_denominator_part(&sample.loss_mask, &[]));
@@ -207,20 +207,24 @@ fn transformers_computes_the_same_losses_and_gradients_with_what_is_written() {
 fn gradients_add_up_over_passes_and_frozen_parts_have_none() {
     let root = models();
     let (root, samples) = (root.path(), samples(root.path()));
-    let of = |changes: &[&str], passes: &[&[TrainSample]]| {
+    let of_kind = |changes: &[&str], passes: &[&[TrainSample]], kind| {
         let plan = plan(root, changes).unwrap();
-        let drafter = build(root, plan.as_ref());
+        let drafter = build(root, plan.as_ref(), kind);
         drafter.load_pretrained(&root.join("assistant")).unwrap();
         for samples in passes {
             let _ = drafter.accumulate(samples, LossDenominator(20.0), 0.0, None).unwrap();
         }
         (gradients(drafter.as_ref()), plan.num_parameters())
     };
+    let of = |changes: &[&str], passes: &[&[TrainSample]]| of_kind(changes, passes, Kind::Float);
     let (whole, counts) = of(&[], &[&samples]);
+    let (narrow, _) = of_kind(&[], &[&samples], Kind::BFloat16);
     let (split, _) = of(&[], &[&samples[..1], &samples[1..]]);
     for (name, gradient) in &whole {
         let largest = gradient.abs().max().double_value(&[]);
         assert_close(name, &split[name], gradient, 1e-5 * largest);
+        let error = (narrow[name].to_kind(Kind::Float) - gradient).norm() / gradient.norm();
+        assert!(error.double_value(&[]) < 0.1, "{name} in bfloat16: {error}");
     }
     let init = format!("train.init_from={}", root.join("assistant").display());
     let (kept, fewer) = of(&[&init, "train.freeze=[head, norm]"], &[&samples]);
@@ -269,7 +273,7 @@ fn mistakes_are_named() {
         write(&dir, &config);
         let plan = plan(root.path(), &[]);
         write(&dir, &kept);
-        let drafter = build(root.path(), plan.unwrap().as_ref());
+        let drafter = build(root.path(), plan.unwrap().as_ref(), Kind::Float);
         write(&dir, &config);
         let told = drafter.load_pretrained(&dir).unwrap_err().to_string();
         write(&dir, &kept);
@@ -369,7 +373,7 @@ fn an_assistant_that_learns_answers_by_heart_has_more_drafts_accepted() {
             sample(&mut model, ids, mask)
         })
         .collect();
-    let drafter = build(root, plan.as_ref());
+    let drafter = build(root, plan.as_ref(), Kind::Float);
     drafter.load_pretrained(&root.join("assistant")).unwrap();
     let before = answers(root, Some(drafter.inference_drafter(3)));
     let parts = learned.iter().map(|sample| plan.loss_denominator_part(&sample.loss_mask, &[]));
