@@ -35,7 +35,8 @@ impl TargetShape {
     /// Fails if no config.json is found, or if it describes an unknown architecture.
     pub fn resolve(recipe: &Recipe, verbosity: Verbosity) -> anyhow::Result<Self> {
         let (target, runs_target) = (&recipe.target, recipe.data.states.runs_target());
-        let wanted = match recipe.data.states.come_from_engine() {
+        let needs_layers = recipe.drafter.reads_target_layers();
+        let wanted = match recipe.data.states.come_from_engine() && !needs_layers {
             true => ModelFiles::WithoutLayers,
             false => ModelFiles::Whole,
         };
