@@ -126,6 +126,7 @@ pub fn train(
     let model = ModelConfig::load(target).unwrap();
     let (embed, head) = load_embed_and_head(target, &model, Device::Cpu, Kind::Float).unwrap();
     let trainee = plan.build(&embed, &head, 1, Kind::Float);
+    trainee.load_target(target).unwrap();
     let mut moments: Vec<(Tensor, Tensor)> = vec![];
     for (_, parameter) in trainee.parameters() {
         let parameter = parameter.set_requires_grad(true);

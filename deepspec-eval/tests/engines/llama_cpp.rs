@@ -57,8 +57,13 @@ impl Llama {
         self.0.metric("llamacpp:spec_decode_num_drafts_total") as usize
     }
 
+    /// The greedy answer to a prompt's token ids, its tokens, and its cycles.
+    pub fn answer_ids(&self, ids: &[i64]) -> (String, Vec<i64>, usize) {
+        self.complete(&json!(ids), json!({"temperature": 0}))
+    }
+
     /// The greedy answer to a prompt, its tokens, and its cycles.
-    fn answer(&self, prompt: &str) -> (String, Vec<i64>, usize) {
+    pub fn answer(&self, prompt: &str) -> (String, Vec<i64>, usize) {
         self.sampled(prompt, json!({"temperature": 0}))
     }
 
@@ -67,10 +72,14 @@ impl Llama {
         let messages = json!({
             "messages": [{"role": "user", "content": prompt}], "chat_template_kwargs": {"enable_thinking": false},
         });
-        let rendered = self.post("/apply-template", &messages)["prompt"].clone();
+        self.complete(&self.post("/apply-template", &messages)["prompt"], settings)
+    }
+
+    /// An answer to a prompt, which is a text or token ids.
+    fn complete(&self, prompt: &Value, settings: Value) -> (String, Vec<i64>, usize) {
         let before = self.drafts();
         let mut asked = json!({
-            "prompt": rendered, "n_predict": ANSWER, "return_tokens": true, "cache_prompt": false,
+            "prompt": prompt, "n_predict": ANSWER, "return_tokens": true, "cache_prompt": false,
         });
         asked.as_object_mut().unwrap().extend(settings.as_object().unwrap().clone());
         let answer = self.post("/completion", &asked);
@@ -117,17 +126,23 @@ fn agrees(server: &Path, drafter: &Path, near_ties: usize) {
 fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, near_ties: usize) {
     let root = tempfile::tempdir().unwrap();
     let llama = served(server, target, drafter, root.path());
-    agrees_with(&llama, target[0], drafter, limit, near_ties);
+    agrees_with(&|prompt| llama.answer(prompt), target[0], drafter, limit, near_ties);
 }
 
-/// Compares a running server with this program, as [`agrees_on`] does.
-pub fn agrees_with(llama: &Llama, target: &Path, drafter: &Path, limit: usize, near_ties: usize) {
+/// Compares answers of a running server with those of this program, as [`agrees_on`] does. `answer` gives text, tokens and cycles.
+pub fn agrees_with(
+    answer: &dyn Fn(&str) -> (String, Vec<i64>, usize),
+    target: &Path,
+    drafter: &Path,
+    limit: usize,
+    near_ties: usize,
+) {
     let root = tempfile::tempdir().unwrap();
     let ours = ours(target, drafter, limit, &root.path().join("run"));
     let ends = deepspec_models::stop_ids(target, None).unwrap();
     let (mut differing, mut cycles, mut tokens) = (vec![], 0, 0);
     for (key, prompt) in prompts(limit) {
-        let (_, ids, drafts) = llama.answer(&prompt);
+        let (_, ids, drafts) = answer(&prompt);
         let (own_ids, own_cycles) = &ours[&key];
         // llama.cpp's answer omits the token that ends it.
         let rest = own_ids.strip_prefix(&ids[..]);

@@ -1,29 +1,77 @@
-//! Targets with an MTP-1 drafter in their own checkpoint, as `checkpoint merge-mtp` writes them.
+//! Targets with an MTP-1 drafter in their own checkpoint, as `checkpoint merge-mtp` writes them, and assistants of Gemma 4.
 
 use std::env;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use deepspec_drafters::{load_recipe, plan_drafter};
+use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::skip::{Kind as Skipped, python, skip, vllm_python};
+use deepspec_testkit::tiny;
+use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
+use serde_json::{Value, json};
+use tch::Kind;
 use tempfile::TempDir;
 
-use crate::common::training::{Lessons, MTP_DRAFTS, smoke, write_mtp_drafter};
+use crate::common::training::{Lessons, MTP_DRAFTS, smoke, train, write_mtp_drafter};
 use crate::common::{answers, deepspec_eval, repository};
 use crate::families::write_random_model;
 use crate::llama_cpp::{Llama, agrees_with, llama_server};
 use crate::vllm::vllm_answers;
 use crate::{ANSWER, FEWER, accepted};
 
-/// llama.cpp's converter of targets. The toy's vocabulary is not in its list of known pre-tokenizers.
+/// llama.cpp's converter of targets. The toy's vocabulary is not in its list of known pre-tokenizers, and Gemma's is padded to the rows
+/// of the embedding.
 const CONVERTER: &str = r#"
-import sys
+import json, sys
 sys.path.insert(0, sys.argv[1])
-from conversion import base
-base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
 import convert_hf_to_gguf
+from conversion import base
+
+gguf = base.gguf
+base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
+config = json.load(open(sys.argv[2] + "/config.json"))
+rows = config.get("text_config", config)["vocab_size"]
+
+def padded(name, value):
+    add = getattr(gguf.GGUFWriter, name)
+    setattr(gguf.GGUFWriter, name, lambda self, given: add(self, [*given, *(value(at) for at in range(len(given), rows))]))
+
+padded("add_token_list", lambda at: f"[PAD{at}]".encode())
+padded("add_token_scores", lambda at: -1e4)
+padded("add_token_types", lambda at: gguf.TokenType.UNUSED)
 sys.argv = ["convert_hf_to_gguf.py", sys.argv[2], "--outtype", "f32", "--outfile", sys.argv[3]]
 convert_hf_to_gguf.main()
 "#;
+
+/// llama.cpp's converter and a Python for it.
+struct Converter {
+    python: String,
+    script: PathBuf,
+}
+
+impl Converter {
+    /// Converts the folder of a model; returns the file beside it.
+    fn convert(&self, folder: &Path) -> String {
+        let file = folder.with_extension("gguf");
+        let mut command = Command::new(&self.python);
+        command.args(["-c", CONVERTER]).args([self.script.parent().unwrap(), folder, &file]);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        file.display().to_string()
+    }
+}
+
+/// llama.cpp's server and its converter; None skips the test.
+fn llama_cpp() -> Option<(PathBuf, Converter)> {
+    let (server, python) = (llama_server()?, python("transformers")?);
+    let script = env::var_os("DEEPSPEC_LLAMA_CONVERTER").map(PathBuf::from);
+    if script.is_none() {
+        skip(Skipped::Long, "it needs llama.cpp's converter: scripts/test.sh --engines");
+    }
+    Some((server, Converter { python, script: script? }))
+}
 
 /// A random hybrid of Qwen3.5 with a drafter that has learned most of its greedy answers.
 fn merged_target(peers: &str) -> (TempDir, PathBuf) {
@@ -43,22 +91,66 @@ fn merged_target(peers: &str) -> (TempDir, PathBuf) {
 
 #[test]
 fn llama_cpp_drafts_with_a_merged_mtp_layer_cycle_by_cycle() {
-    let (Some(server), Some(peers)) = (llama_server(), python("transformers")) else { return };
-    let Some(converter) = env::var_os("DEEPSPEC_LLAMA_CONVERTER").map(PathBuf::from) else {
-        return skip(Skipped::Long, "it needs llama.cpp's converter: scripts/test.sh --engines");
-    };
-    let (root, merged) = merged_target(&peers);
-    let file = root.path().join("merged.gguf");
-    let mut command = Command::new(&peers);
-    command.args(["-c", CONVERTER]).args([converter.parent().unwrap(), &merged, &file]);
-    let output = command.output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let count = MTP_DRAFTS.to_string();
-    let file = file.to_str().unwrap();
+    let Some((server, converter)) = llama_cpp() else { return };
+    let (_root, merged) = merged_target(&converter.python);
+    let (count, file) = (MTP_DRAFTS.to_string(), converter.convert(&merged));
     let llama =
-        Llama::start(&server, &["--model", file, "--spec-type", "draft-mtp", "--spec-draft-n-max", &count]);
+        Llama::start(&server, &["--model", &file, "--spec-type", "draft-mtp", "--spec-draft-n-max", &count]);
     // Logits of the random target are close to each other.
-    agrees_with(&llama, &merged, Path::new("mtp"), FEWER, 3);
+    agrees_with(&|prompt| llama.answer(prompt), &merged, Path::new("mtp"), FEWER, 3);
+}
+
+/// An assistant of a random Gemma 4 that has learned most of its greedy answers.
+fn train_assistant(root: &Path, target: &Path, assistant: &Path) {
+    let drafter = json!({"gemma4_assistant": {"num_speculative_steps": MTP_DRAFTS, "hidden_size": 16,
+        "intermediate_size": 32, "num_attention_heads": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}});
+    let recipe = json!({
+        "name": "t", "target": {"model": target, "layer_ids": [1, 2]}, "drafter": drafter,
+        "data": {"states": {"cache": "unused"}, "chat_template": "gemma4"},
+    });
+    let file = root.join("recipe.yaml");
+    fs::write(&file, recipe.to_string()).unwrap();
+    let recipe = load_recipe(&file, &[]).unwrap();
+    let plan = plan_drafter(&recipe, &ModelConfig::load(target).unwrap()).unwrap();
+    let lessons =
+        Lessons { target: target.into(), suites: smoke(), rows: 0..FEWER, tokens: ANSWER, thinking: false };
+    let samples = lessons.samples(&recipe.target.layer_ids, |out| (out.captured_states, out.hidden));
+    let trainee = train(plan.as_ref(), target, 100, samples);
+    fs::create_dir(assistant).unwrap();
+    save(&assistant.join("model.safetensors"), &trainee.checkpoint(), Kind::BFloat16).unwrap();
+    fs::write(assistant.join("config.json"), Value::Object(trainee.config_json()).to_string()).unwrap();
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(target.join(file), assistant.join(file)).unwrap();
+    }
+}
+
+#[test]
+fn llama_cpp_drafts_with_a_trained_assistant_cycle_by_cycle() {
+    let Some((server, converter)) = llama_cpp() else { return };
+    let root = tempfile::tempdir().unwrap();
+    let [target, assistant] = ["target", "assistant"].map(|name| root.path().join(name));
+    fs::create_dir(&target).unwrap();
+    tiny::gemma4(&target, 512);
+    // Published configs name all keys of transformers, and the converter asks for these.
+    let config = target.join("config.json");
+    let mut full: Value = serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
+    let keys = json!({"moe_intermediate_size": null, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+        "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}});
+    full["text_config"].as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+    fs::write(&config, full.to_string()).unwrap();
+    train_assistant(root.path(), &target, &assistant);
+    let [model, draft] = [&target, &assistant].map(|folder| converter.convert(folder));
+    let flags = ["--model", &model, "--model-draft", &draft, "--spec-type", "draft-mtp"];
+    let llama = Llama::start(&server, &[&flags[..], &["--spec-draft-n-max", "7"]].concat());
+    let tokenizer = ChatTokenizer::load(&target).unwrap();
+    let answer = |prompt: &str| {
+        let prompt = [Message::new(Role::User, prompt)];
+        llama.answer_ids(&generation_prompt(&tokenizer, &prompt, None, Some(false)).unwrap())
+    };
+    agrees_with(&answer, &target, &assistant, FEWER, 3);
 }
 
 /// vLLM's build for CPUs computes hybrids in bfloat16, in which two programs round differently. Cycles are compared up to the first
