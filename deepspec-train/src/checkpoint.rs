@@ -351,7 +351,7 @@ pub fn restore(
     let base = drafter.lora_base();
     let _guard = tch::no_grad_guard();
     if base.is_empty() {
-        for (name, mut weight) in frozen_weights(drafter) {
+        for (name, mut weight) in untrained_weights(drafter) {
             weight.copy_(&weights.get(&name, &weight.size())?);
         }
     } else {
@@ -365,7 +365,7 @@ pub fn restore(
 
 /// Weights of a checkpoint that are not trained, without the target's embedding and head. They are parts that the recipe freezes, and
 /// factors of layers, which `train.init_from` may bring. The optimiser's state has none of them.
-pub fn frozen_weights(drafter: &dyn TrainableDrafter) -> Vec<(String, Tensor)> {
+pub fn untrained_weights(drafter: &dyn TrainableDrafter) -> Vec<(String, Tensor)> {
     let learns: HashSet<&str> = drafter.parameters().iter().map(|(name, _)| name.as_str()).collect();
     let mut weights = drafter.checkpoint();
     weights.retain(|(name, weight)| {
@@ -399,7 +399,13 @@ pub fn check_architecture(path: &Path, drafter: &dyn TrainableDrafter) -> anyhow
         (Some(there), Some(here)) => there == here,
         _ => there == here,
     };
-    let pairs = ARCHITECTURE_KEYS.iter().filter_map(|&key| Some((key, saved.get(key)?, own.get(key)?)));
+    let own = Value::Object(own);
+    let value = |config: &'_ Value, key: &str| -> Option<Value> {
+        // Sizes of assistants are one level deeper.
+        Some(config.get(key).or_else(|| config.get("text_config")?.get(key))?.clone())
+    };
+    let pairs =
+        ARCHITECTURE_KEYS.iter().filter_map(|&key| Some((key, value(&saved, key)?, value(&own, key)?)));
     let differing: Vec<String> = pairs
         .filter(|(_, there, here)| !same(there, here))
         .map(|(key, there, here)| format!("{key} {there} there, {here} here"))

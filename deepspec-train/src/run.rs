@@ -21,7 +21,7 @@ use crate::args::Args;
 use crate::bench;
 use crate::budget::MemoryEstimator;
 use crate::checkpoint::{
-    Checkpoints, DataId, check_architecture, check_draft_vocab, frozen_weights, restore,
+    Checkpoints, DataId, check_architecture, check_draft_vocab, restore, untrained_weights,
 };
 use crate::dist::{CommBackend, GroupError, ProcessGroup};
 use crate::evaluation::{EvalPrompts, Evaluation};
@@ -229,7 +229,7 @@ impl RunInputs {
             Some(latest) if has_frozen => drop(drafter.load_pretrained(latest)?),
             Some(_) => {}
         }
-        round_frozen(drafter.as_ref());
+        round_untrained(drafter.as_ref());
         Ok(drafter)
     }
 
@@ -385,11 +385,11 @@ fn save_untrained(trainer: &mut Trainer, resumed: bool, first: usize) -> anyhow:
     }
 }
 
-/// Rounds frozen weights to bfloat16, the dtype of checkpoints, so that a resumed run has equal
+/// Rounds weights that are not trained to bfloat16, the dtype of checkpoints, so that a resumed run has equal
 /// values. The embedding and the LM head keep theirs.
-fn round_frozen(drafter: &dyn TrainableDrafter) {
+fn round_untrained(drafter: &dyn TrainableDrafter) {
     let _guard = tch::no_grad_guard();
-    for (_, mut tensor) in frozen_weights(drafter) {
+    for (_, mut tensor) in untrained_weights(drafter) {
         let rounded = tensor.to_kind(Kind::BFloat16).to_kind(tensor.kind());
         tensor.copy_(&rounded);
     }

@@ -162,6 +162,9 @@ fn transformers_computes_the_same_losses_and_gradients_with_what_is_written() {
     fs::create_dir(&written).unwrap();
     save(&written.join("model.safetensors"), &drafter.checkpoint(), Kind::Float).unwrap();
     write(&written, &Value::Object(drafter.config_json()));
+    // The target caps its logits, and the assistant does not.
+    let cap = |dir: &Path| read(dir)["text_config"]["final_logit_softcapping"].clone();
+    assert!(cap(&root.join("target")).is_number() && cap(&written).is_null());
     let (plain, shapes) = plain_assistant(root);
     let weights = [1.0, 0.6, 0.36].map(|power| power / 1.96);
     let texts = samples
@@ -291,7 +294,8 @@ fn mistakes_are_named() {
     let target = ModelConfig::parse(Path::new("config.json"), other.as_object().unwrap().clone()).unwrap();
     let told = plan_drafter(&load_recipe(&recipe(root.path()), &[]).unwrap(), &target).err().unwrap();
     assert!(
-        told.to_string().contains("assistants are for targets of Gemma 4, and this one is of Qwen3"),
+        told.to_string()
+            .contains("`target.model`: assistants are for targets of Gemma 4, and this one is of Qwen3"),
         "{told}"
     );
 }

@@ -73,6 +73,7 @@ pub fn gemma4_assistant(dir: &Path, longest: usize) {
     }
     let mut text = gemma4_text_config(&kinds, width, inner, longest);
     text["num_kv_shared_layers"] = json!(kinds.len());
+    text["final_logit_softcapping"] = Value::Null;
     let config = json!({
         "architectures": ["Gemma4UnifiedAssistantForCausalLM"],
         "model_type": "gemma4_unified_assistant",

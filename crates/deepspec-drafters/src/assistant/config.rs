@@ -151,9 +151,12 @@ impl AssistantConfig {
             .map(|kind| window.filter(|_| *kind == LayerType::SlidingAttention))
             .collect();
         let family = target.family.decoder.name;
-        if family != "Gemma 4" || window.is_none() {
+        if family != "Gemma 4" {
             let problem = format!("assistants are for targets of Gemma 4, and this one is of {family}");
-            return Err(("layer_types", problem));
+            return Err(("target.model", problem));
+        }
+        if window.is_none() {
+            return Err(("target.model", "assistants are for targets with a sliding layer".into()));
         }
         let decoder = target.draft_decoder(&windows).map_err(|error| ("layer_types", error.to_string()))?;
         let query = own.num_attention_heads as i64;
@@ -170,6 +173,8 @@ impl AssistantConfig {
         raw.insert("hidden_size".into(), json!(own.hidden_size));
         raw.insert("intermediate_size".into(), json!(own.intermediate_size));
         raw.insert("num_attention_heads".into(), json!(query));
+        // The target's cap is not the assistant's, whose logits vLLM would cap.
+        raw.insert("final_logit_softcapping".into(), Value::Null);
         if !has_own_class {
             // Defaults of other targets, with which transformers refuses an assistant.
             raw.insert("vocab_size_per_layer_input".into(), json!(0));

@@ -6,6 +6,7 @@
 use std::path::Path;
 
 use deepspec_core::Tap;
+use deepspec_core::cli::UsageError;
 use deepspec_models::nn::{
     AttentionSpec, Builder, DecoderLayer, EmbedHead, Init, LayerSpec, Linear, Qkv, RmsNorm, RotaryEmbeddings,
     Rotations, StateDict, Weight,
@@ -183,10 +184,11 @@ impl Assistant {
         let layers: Vec<usize> = self.sources.iter().map(|source| source.layer).collect();
         let found = KeyValueLayer::load(dir, &target, &layers, self.device, self.kind)?;
         for (name, tensor) in found.all_tensors() {
-            let own = self.target_tensors.parameters.iter().find(|(own, _)| *own == name);
-            if let Some((_, own)) = own {
-                own.shallow_clone().copy_(&tensor);
-            }
+            let Some((_, own)) = self.target_tensors.parameters.iter().find(|(own, _)| *own == name) else {
+                let problem = format!("{}: the assistant reads no `{name}` of its target", dir.display());
+                return Err(ModelError::Mismatch(UsageError(problem)));
+            };
+            own.shallow_clone().copy_(&tensor);
         }
         Ok(())
     }
@@ -264,7 +266,7 @@ impl Assistant {
 
     /// Float32 logits `[.., V]` of outputs `[.., h]`.
     ///
-    /// They have no soft-cap, as in transformers. vLLM caps them, which does not change their order.
+    /// They have no soft-cap, as in transformers.
     pub(super) fn logits(&self, x: &Tensor) -> Tensor {
         linear(x, &self.head, None).to_kind(Kind::Float)
     }

@@ -37,6 +37,7 @@ impl WarmStartCheck {
             self.compare("attention", there.attention, here.attention);
             self.compare("rope", there.rope, here.rope);
             self.compare("rms_norm_eps", there.eps, here.eps);
+            self.compare("values", format!("{:?}", there.value), format!("{:?}", here.value));
         }
     }
 
