@@ -256,3 +256,21 @@ pub fn check_recipe_fits(recipe: &Recipe, config: &ModelConfig) -> Result<Box<dy
 fn recipe_error(key: &'static str, problem: String) -> StatesError {
     StatesError::Recipe { key, problem }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn drafters_that_compute_with_layers_of_a_served_target_need_all_of_it() {
+        let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs");
+        let needed = |recipe: &str, states: &str| {
+            let overrides = [format!("data.states={states}"), "data.input=[rows.jsonl]".into()];
+            needed_files(&deepspec_drafters::load_recipe(&configs.join(recipe), &overrides).unwrap())
+        };
+        let served = "{server: 'http://127.0.0.1:8000'}";
+        assert_eq!(needed("dspark/gemma4_12b.yaml", served), ModelFiles::WithoutLayers);
+        assert_eq!(needed("dspark/gemma4_12b.yaml", "online"), ModelFiles::Whole);
+        assert_eq!(needed("gemma4_assistant/gemma4_12b.yaml", served), ModelFiles::Whole);
+    }
+}
