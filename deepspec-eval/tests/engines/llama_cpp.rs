@@ -31,6 +31,9 @@ pub fn llama_server() -> Option<PathBuf> {
     server
 }
 
+/// An answer: its text, its tokens, and its cycles.
+pub type Answer = (String, Vec<i64>, usize);
+
 /// A running llama-server.
 pub struct Llama(Server);
 
@@ -58,17 +61,17 @@ impl Llama {
     }
 
     /// The greedy answer to a prompt's token ids, its tokens, and its cycles.
-    pub fn answer_ids(&self, ids: &[i64]) -> (String, Vec<i64>, usize) {
+    pub fn answer_ids(&self, ids: &[i64]) -> Answer {
         self.complete(&json!(ids), json!({"temperature": 0}))
     }
 
     /// The greedy answer to a prompt, its tokens, and its cycles.
-    pub fn answer(&self, prompt: &str) -> (String, Vec<i64>, usize) {
+    pub fn answer(&self, prompt: &str) -> Answer {
         self.sampled(prompt, json!({"temperature": 0}))
     }
 
     /// An answer with these sampling settings.
-    fn sampled(&self, prompt: &str, settings: Value) -> (String, Vec<i64>, usize) {
+    fn sampled(&self, prompt: &str, settings: Value) -> Answer {
         let messages = json!({
             "messages": [{"role": "user", "content": prompt}], "chat_template_kwargs": {"enable_thinking": false},
         });
@@ -76,7 +79,7 @@ impl Llama {
     }
 
     /// An answer to a prompt, which is a text or token ids.
-    fn complete(&self, prompt: &Value, settings: Value) -> (String, Vec<i64>, usize) {
+    fn complete(&self, prompt: &Value, settings: Value) -> Answer {
         let before = self.drafts();
         let mut asked = json!({
             "prompt": prompt, "n_predict": ANSWER, "return_tokens": true, "cache_prompt": false,
@@ -129,9 +132,9 @@ fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, ne
     agrees_with(&|prompt| llama.answer(prompt), target[0], drafter, limit, near_ties);
 }
 
-/// Compares answers of a running server with those of this program, as [`agrees_on`] does. `answer` gives text, tokens and cycles.
+/// Compares answers of a running server with those of this program, as [`agrees_on`] does.
 pub fn agrees_with(
-    answer: &dyn Fn(&str) -> (String, Vec<i64>, usize),
+    answer: &dyn Fn(&str) -> Answer,
     target: &Path,
     drafter: &Path,
     limit: usize,
