@@ -41,6 +41,8 @@ LENGTHS = (250, 500, 1000, 2000)
 SHORT = 500
 VARIED = 250
 TIMED = (20, 70)
+# On other targets, whose steps may take seconds.
+TIMED_ELSEWHERE = (2, 7)
 KINDS = {
     "dspark": "DSpark",
     "dspark_v4": "DSpark of DeepSeek-V4",
@@ -101,10 +103,12 @@ LONG_BLOCKS = {
     "DSpark": ("dspark", (f"{BLOCK}.block_size=15",)),
     "DFlash": ("dflash", ("drafter.dflash.block_size=15",)),
     "xPress, 6 passes": LONG_XPRESS,
-    "xPress on DFlash 2": ("xpress", (*LONG_XPRESS[1], "drafter.xpress.backbone=dflash2")),
+    "xPress on DFlash 2, 15 drafts": ("xpress", (*LONG_XPRESS[1], "drafter.xpress.backbone=dflash2")),
 }
 # Passes of the refiner over a drafted block. Training does not depend on their number.
 PASSES = (1, 2, 4, 6, 8)
+# Numbers of drafts whose cycles are timed.
+DRAFT_LENGTHS = (4, 7, 10, 13, 16)
 # Depth against the Markov head.
 DEPTHS = {
     "DSpark, 2 layers": ("dspark", ()),
@@ -173,12 +177,27 @@ class Bench:
                 self.evaluate(draft, results.parent, "--max-num-seqs", "1")
         return results
 
+    def cycle_times(self, length, number):
+        """Seconds of drafting, of verification and of the whole in a cycle of one prompt, with `length` drafts of a new DSpark."""
+        name = f"latency-gamma{length}"
+        if not (self.out / name).is_dir():
+            sets = (f"{BLOCK}.block_size={length}",)
+            self.call("deepspec-train", *self.training("dspark", name, 1, SHORT, *sets), "--init-only")
+        results = self.out / f"{name}.eval{number}" / "results.json"
+        if not results.is_file():
+            self.evaluate(self.out / name / "step_0", results.parent, "--max-num-seqs", "1", "--limit", "2")
+        suites = json.loads(results.read_text())["suites"]
+        total = {key: sum(suite["timing"][key] for suite in suites) for key in ("draft_s", "verify_s", "host_s")}
+        cycles = sum(suite["counts"]["cycles"] for suite in suites)
+        return total["draft_s"] / cycles, total["verify_s"] / cycles, sum(total.values()) / cycles
+
     def step_seconds(self, drafter, sets, label):
         """Processor time of a training step, from two lengths of training: start and end cancel out."""
         kept = self.out / f"{file_name(drafter, label if sets else RECIPE)}.step-seconds"
         if not kept.is_file():
-            few, more = (self.call("deepspec-train", *self.training(drafter, "timing", 1, steps, *sets)) for steps in TIMED)
-            kept.write_text(str((more - few) / (TIMED[1] - TIMED[0])))
+            lengths = TIMED if self.target == TOY else TIMED_ELSEWHERE
+            few, more = (self.call("deepspec-train", *self.training(drafter, "timing", 1, steps, *sets)) for steps in lengths)
+            kept.write_text(str((more - few) / (lengths[1] - lengths[0])))
         return float(kept.read_text())
 
     def weights(self, drafter, sets):
@@ -329,6 +348,20 @@ def passes(bench, best):
     return lines
 
 
+def latency(bench):
+    """Time of a cycle of DSpark by the number of drafts. It does not depend on training, so that the drafters are new."""
+    lines = [
+        "## Time of a cycle\n\nDSpark, one prompt at a time on one thread; the fastest of three rounds.\n",
+        "| γ | ms of drafting | ms of verification | ms of a cycle |",
+        "|---|---|---|---|",
+    ]
+    for length in DRAFT_LENGTHS:
+        rounds = [bench.cycle_times(length, number) for number in range(3)]
+        drafting, verification, whole = (1000 * seconds for seconds in min(rounds, key=lambda times: times[-1]))
+        lines.append(f"| {length} | {drafting:.2f} | {verification:.2f} | {whole:.2f} |")
+    return lines
+
+
 def by_length(bench, best):
     """DSpark against DFlash as training lengthens, paired by seed."""
     futures = {
@@ -439,6 +472,7 @@ def main():
         all_kinds(bench, best, args.equal_time),
         ["## Blocks of 15 drafts\n", *side_by_side(bench, best, LONG_BLOCKS, args.equal_time)],
         passes(bench, best),
+        latency(bench),
         ["## DSpark with 2 layers and DFlash with 5\n", *side_by_side(bench, best, DEPTHS, args.equal_time)],
         objectives(bench, best),
         variants(bench, best),
