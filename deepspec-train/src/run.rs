@@ -222,11 +222,10 @@ impl RunInputs {
         if let Some(latest) = &run_dir.latest {
             check_draft_vocab(latest, drafter.as_ref())?;
         }
-        let has_frozen = !recipe.train.freeze.is_empty() || recipe.train.lora.is_some();
         match &run_dir.latest {
             None => load_pretrained(recipe, drafter.as_ref(), args.verbosity())?,
-            // Frozen weights are in the checkpoint but not in the optimiser's state.
-            Some(latest) if has_frozen => drop(drafter.load_pretrained(latest)?),
+            // With LoRA, `restore` brings the weights that LoRA targets, and not the others.
+            Some(latest) if recipe.train.lora.is_some() => drop(drafter.load_pretrained(latest)?),
             Some(_) => {}
         }
         round_untrained(drafter.as_ref());

@@ -83,7 +83,7 @@ fn mtp() -> Value {
     json!({"mtp": {"num_speculative_steps": 3}})
 }
 
-/// Of a target of 12 layers.
+/// An assistant, whose target has 12 layers.
 fn assistant() -> Value {
     let sizes = json!({"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 8});
     json!({"gemma4_assistant": sizes})

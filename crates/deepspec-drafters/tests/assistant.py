@@ -7,28 +7,12 @@ Arguments: folder of the target, folder of the assistant, JSON file with a list 
 import json
 import sys
 
+import assistant_models
 import torch
-from safetensors.torch import load_file
-from transformers import AutoConfig, Gemma4UnifiedAssistantForCausalLM, Gemma4UnifiedTextModel
 
 torch.set_grad_enabled(False)
 target_dir, assistant_dir, cases = sys.argv[1:]
-config = AutoConfig.from_pretrained(target_dir).text_config
-config._attn_implementation = "eager"
-target = Gemma4UnifiedTextModel(config).float().eval()
-prefix = "model.language_model."
-weights = load_file(f"{target_dir}/model.safetensors")
-target.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)})
-assistant_config = AutoConfig.from_pretrained(assistant_dir)
-# transformers sees windows of a query in front of the keys, and counts their last key twice.
-assistant_config.text_config.sliding_window -= 2
-assistant_config._attn_implementation = "eager"
-assistant, loading = Gemma4UnifiedAssistantForCausalLM.from_pretrained(
-    assistant_dir, config=assistant_config, dtype=torch.float32, output_loading_info=True
-)
-assert not loading["unexpected_keys"] and not loading["mismatched_keys"], loading
-assert set(loading["missing_keys"]) <= {"lm_head.weight"}, loading
-assistant.eval()
+target, assistant = assistant_models.load(target_dir, assistant_dir)
 
 found = []
 for case in json.load(open(cases)):

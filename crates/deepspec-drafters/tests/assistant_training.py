@@ -8,32 +8,14 @@ the cross entropies of each step and names and shapes of the other assistant's t
 import json
 import sys
 
+import assistant_models
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    Gemma4AssistantForCausalLM,
-    Gemma4UnifiedAssistantForCausalLM,
-    Gemma4UnifiedTextModel,
-)
+from safetensors.torch import save_file
+from transformers import AutoConfig, Gemma4AssistantForCausalLM
 
 target_dir, assistant_dir, case_file, gradients = sys.argv[1:]
 case = json.load(open(case_file))
-config = AutoConfig.from_pretrained(target_dir).text_config
-config._attn_implementation = "eager"
-target = Gemma4UnifiedTextModel(config).float().eval()
-prefix = "model.language_model."
-weights = load_file(f"{target_dir}/model.safetensors")
-target.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)})
-assistant_config = AutoConfig.from_pretrained(assistant_dir)
-# transformers sees windows of a query in front of the keys, and counts their last key twice.
-assistant_config.text_config.sliding_window -= 2
-assistant_config._attn_implementation = "eager"
-assistant, loading = Gemma4UnifiedAssistantForCausalLM.from_pretrained(
-    assistant_dir, config=assistant_config, dtype=torch.float32, output_loading_info=True
-)
-assert not loading["unexpected_keys"] and not loading["mismatched_keys"], loading
-assert set(loading["missing_keys"]) <= {"lm_head.weight"}, loading
+target, assistant = assistant_models.load(target_dir, assistant_dir)
 
 step_weights = case["step_weights"]
 steps = len(step_weights)

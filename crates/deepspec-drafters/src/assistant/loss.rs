@@ -10,7 +10,7 @@ use crate::token_common::{StepBatch, StepRows};
 
 /// Bytes of the float32 logits of a chunk of rows.
 const CHUNK_BYTES: i64 = 32 << 20;
-/// The same on a GPU.
+/// Bytes of such logits on a GPU.
 const GPU_CHUNK_BYTES: i64 = 512 << 20;
 /// Limits on the rows of a chunk.
 const CHUNK_ROWS: (i64, i64) = (16, 2048);

@@ -7,7 +7,7 @@ use super::checkpoint::freeze_parameters;
 use super::lora::{LoraAdapters, target_weights};
 use crate::ParamCounts;
 
-/// What `train.freeze` and `train.lora` leave to be trained. By default all parameters are.
+/// The parameters that `train.freeze` and `train.lora` leave to be trained; all by default.
 #[derive(Debug, Clone, Default)]
 pub struct TrainedParts {
     /// Prefixes of the names of frozen parameters.
