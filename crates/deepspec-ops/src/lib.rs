@@ -30,6 +30,7 @@ mod scatter;
 mod step_trace;
 mod upload;
 mod verify;
+mod whole_vectors;
 
 pub use adamw::{AdamWSettings, AdamWTensors, adamw, square_sum};
 pub use attention::{AttentionSpec, Heads, Qkv};
@@ -49,7 +50,6 @@ pub use ffi::{
 pub use free_memory::free_memory;
 pub use gated_delta_net::{
     GatedDeltaCache, GatedDeltaInputs, GatedDeltaSpec, GatedDeltaWeights, MAX_ROLLBACK_TOKENS,
-    in_whole_vectors,
 };
 pub use gated_mlp::{Activation, GatedMlp, gated_mlp};
 pub use grad::{EmbeddingGrad, EmbeddingGradSlices, GradSum, grad_or_zeros};
@@ -67,6 +67,7 @@ pub use upload::{
     DeviceArange, FloatSlice, Upload, UploadSlice, Uploaded, cat_row_runs, cat_to_device, copy_row_runs,
 };
 pub use verify::{Verification, verify, verify_block, verify_greedy};
+pub use whole_vectors::in_whole_vectors;
 
 /// Kernels one by one, for the tests of this crate on a GPU. Other crates call the operators.
 #[doc(hidden)]

@@ -2,8 +2,9 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{CHUNK, DeltaRows, GatedDeltaSpec, gated_delta_net, in_whole_vectors};
+use super::{CHUNK, DeltaRows, GatedDeltaSpec, gated_delta_net};
 use crate::kv_attention::Chunk;
+use crate::whole_vectors::in_whole_vectors;
 
 /// Number of tokens of a chunk that can be cut off again, in a chunk of at most this length.
 pub const MAX_ROLLBACK_TOKENS: usize = CHUNK as usize - 1;

@@ -6,6 +6,7 @@
 mod cache;
 mod reference;
 
+use crate::whole_vectors::in_whole_vectors;
 use tch::{Device, Kind, Tensor};
 
 pub use cache::{GatedDeltaCache, GatedDeltaInputs, GatedDeltaWeights, MAX_ROLLBACK_TOKENS};
@@ -14,9 +15,6 @@ pub use cache::{GatedDeltaCache, GatedDeltaInputs, GatedDeltaWeights, MAX_ROLLBA
 const CHUNK: i64 = 64;
 /// ε of the L2 norm of queries and keys.
 const L2_EPS: f64 = 1e-6;
-/// Gates of a token are padded to a multiple of this many values. libtorch computes values that fill no vector in
-/// another way, and their last bit may differ.
-const GATE_UNIT: i64 = 64;
 
 /// Sizes of a Gated DeltaNet layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,14 +144,6 @@ fn run_chunk(rows: &DeltaRows, state: &Tensor) -> (Tensor, Tensor) {
     let next =
         state * factor(last.shallow_clone()).unsqueeze(-1) + (k * to_end).transpose(-1, -2).matmul(&changes);
     (y.transpose(1, 2), next)
-}
-
-/// Applies an element-wise function to rows `[.., H]`, padded to whole vectors of the processor. libtorch computes the rest of a tensor
-/// otherwise than whole vectors, so that a row's bits would depend on its place.
-pub fn in_whole_vectors(x: &Tensor, function: impl Fn(&Tensor) -> Tensor) -> Tensor {
-    let width = *x.size().last().unwrap_or(&0);
-    let missing = (-width).rem_euclid(GATE_UNIT);
-    function(&x.constant_pad_nd([0, missing])).narrow(-1, 0, width)
 }
 
 #[cfg(test)]
