@@ -6,14 +6,15 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::body::{Bytes, HttpBody};
-use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
+use axum::body::{BodyDataStream, HttpBody};
+use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use futures::StreamExt;
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
@@ -25,6 +26,9 @@ use crate::{ChatError, ChatModel, ChatRequest, ResponseStream, parse_chat_reques
 /// Bodies up to this many bytes are read before a rejection. A client that is cut off while sending
 /// may miss the response.
 const DRAIN_BODY_BYTES: u64 = 1 << 16;
+
+/// The rest of a body that is too large is dropped up to this multiple of the limit, for that reason.
+const DRAIN_LIMIT_FACTOR: usize = 4;
 
 /// Limits of clients.
 #[derive(Debug, Clone, Copy)]
@@ -79,18 +83,23 @@ impl App {
     }
 
     /// Reads the body of a request, or returns the error response.
-    async fn read_body(&self, request: Request) -> Result<Bytes, Response> {
-        let client_timeout = self.limits.client_timeout;
-        match timeout(client_timeout, Bytes::from_request(request, &())).await {
-            Ok(Ok(body)) => Ok(body),
-            Ok(Err(rejection)) if rejection.status() == StatusCode::PAYLOAD_TOO_LARGE => {
-                let most = self.limits.body >> 20;
+    async fn read_body(&self, request: Request) -> Result<Vec<u8>, Response> {
+        let Limits { body: limit, client_timeout, .. } = self.limits;
+        let mut chunks = request.into_body().into_data_stream();
+        match timeout(client_timeout, read_at_most(&mut chunks, limit)).await {
+            Ok(Ok(Some(body))) => Ok(body),
+            Ok(Ok(None)) => {
+                // A client that sends no more, or too slowly, gets the same answer.
+                let _ = timeout(client_timeout, drain(&mut chunks, limit.saturating_mul(DRAIN_LIMIT_FACTOR)))
+                    .await;
+                let most = limit >> 20;
                 let large =
                     format!("the body is larger than {most} MB, which --max-body of this server allows");
-                Err(respond::bad_request_response(rejection.status(), &large))
+                Err(respond::bad_request_response(StatusCode::PAYLOAD_TOO_LARGE, &large))
             }
-            Ok(Err(rejection)) => {
-                Err(respond::bad_request_response(rejection.status(), &rejection.body_text()))
+            Ok(Err(error)) => {
+                let broken = format!("the body could not be read: {error}");
+                Err(respond::bad_request_response(StatusCode::BAD_REQUEST, &broken))
             }
             Err(_) => {
                 let late = format!("the body did not come within {} seconds", client_timeout.as_secs());
@@ -101,7 +110,7 @@ impl App {
 
     /// Starts an answer. Rendering and tokenising long conversations takes time, so this runs
     /// outside the connection threads, for at most one request per core.
-    async fn start(self: &Arc<Self>, body: Bytes) -> Result<(ChatRequest, ResponseStream), ChatError> {
+    async fn start(self: &Arc<Self>, body: Vec<u8>) -> Result<(ChatRequest, ResponseStream), ChatError> {
         let gone = |error: &dyn std::error::Error| ChatError::Internal(error.to_string());
         let permit =
             Arc::clone(&self.tokenize_permits).acquire_owned().await.map_err(|error| gone(&error))?;
@@ -116,6 +125,29 @@ impl App {
     }
 }
 
+/// Reads a body of at most `limit` bytes. Returns `None` as soon as it is larger.
+async fn read_at_most(chunks: &mut BodyDataStream, limit: usize) -> Result<Option<Vec<u8>>, axum::Error> {
+    let mut body = vec![];
+    while let Some(chunk) = chunks.next().await {
+        let chunk = chunk?;
+        if body.len() + chunk.len() > limit {
+            return Ok(None);
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(Some(body))
+}
+
+/// Reads and drops the rest of a body, up to about `limit` bytes.
+async fn drain(chunks: &mut BodyDataStream, limit: usize) {
+    let mut dropped = 0;
+    while dropped <= limit
+        && let Some(Ok(chunk)) = chunks.next().await
+    {
+        dropped += chunk.len();
+    }
+}
+
 /// Seconds since 1970.
 fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
@@ -123,7 +155,6 @@ fn unix_seconds() -> u64 {
 
 /// Builds the router with all routes.
 pub fn router(app: Arc<App>) -> Router {
-    let limit = DefaultBodyLimit::max(app.limits.body);
     Router::new()
         .route("/health", get(health))
         .route("/metrics", get(metrics))
@@ -138,7 +169,6 @@ pub fn router(app: Arc<App>) -> Router {
         .method_not_allowed_fallback(async || {
             respond::bad_request_response(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
         })
-        .layer(limit)
         .layer(from_fn_with_state(Arc::clone(&app), check_access))
         .with_state(app)
 }
