@@ -135,6 +135,7 @@ impl TryFrom<Value> for Message {
             [own].into_iter().chain(TEXT_FIELDS).find(|name| fields.contains_key(*name)).unwrap_or(own);
         let role = require_string(speaker, fields.shift_remove(speaker).as_ref())?;
         let role = Role::from_speaker(&role).ok_or(MessageError::Role { role })?;
+        let has_calls = fields.contains_key(TOOL_CALLS);
         parse_calls(&mut fields)?;
         if let Some(weight) = fields.get(WEIGHT).filter(|_| role == Role::Assistant)
             && !weight.as_f64().is_some_and(|weight| weight == 0.0 || weight == 1.0)
@@ -144,7 +145,7 @@ impl TryFrom<Value> for Message {
         let mut reasoning_content = take_reasoning(&mut fields)?;
         // Text may be missing if an assistant calls tools or only thinks, or if a tool returns
         // nothing.
-        let says_otherwise = has_null || reasoning_content.is_some() || fields.contains_key(TOOL_CALLS);
+        let says_otherwise = has_null || reasoning_content.is_some() || has_calls;
         let content = match fields.shift_remove(said) {
             None if matches!(role, Role::Assistant | Role::Tool) && says_otherwise => String::new(),
             Some(Value::Array(parts)) => {
@@ -167,7 +168,8 @@ pub(crate) const TOOL_CALLS: &str = "tool_calls";
 /// on.
 pub const WEIGHT: &str = "weight";
 
-/// Parses `tool_calls` that a columnar file stores as JSON text, and removes nulls from calls.
+/// Parses `tool_calls` that a columnar file stores as JSON text, and removes nulls from calls. An empty list is
+/// removed: some templates, such as that of gpt-oss, only ask whether the key is there.
 fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
     if let Some(Value::String(text)) = fields.get(TOOL_CALLS) {
         match serde_json::from_str(text) {
@@ -186,6 +188,9 @@ fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
                 if let Some(Value::Object(function)) = call.get_mut("function") {
                     function.retain(|_, value| !value.is_null());
                 }
+            }
+            if calls.is_empty() {
+                fields.shift_remove(TOOL_CALLS);
             }
         }
         Some(other) => return Err(MessageError::Calls { found: json_type_name(other) }),
@@ -385,7 +390,12 @@ mod tests {
             read(json!(calls.to_string())).unwrap().tool_calls()
         );
         assert_eq!(read(json!(calls.to_string())).unwrap().extra["tool_calls"], calls);
-        assert!(read(json!(" ")).unwrap().extra.is_empty());
+        for empty in [json!(" "), json!([]), json!("[]"), json!([null])] {
+            assert!(read(empty).unwrap().extra.is_empty());
+        }
+        // The key says that the assistant's text may be missing.
+        let bare = Message::try_from(json!({"role": "assistant", "tool_calls": []})).unwrap();
+        assert!(bare.is_empty() && bare.extra.is_empty());
         assert_eq!(
             read(json!("[")).unwrap_err().to_string(),
             "`tool_calls` must be an array of calls or its JSON text, found a text that is not JSON"
