@@ -91,6 +91,9 @@ impl<'a> GgufExport<'a> {
         writer.extend(
             decoder_metadata(&fields, &drafter, &heads, rope.theta)?.map(|(key, value)| (own(key), value)),
         );
+        if rope.attention_factor != 1.0 {
+            writer.put(&own("rope.scaling.attn_factor"), Value::F32(rope.attention_factor as f32));
+        }
         let taps = drafter.aux_layer_ids().into_iter().map(|id| id as i32).collect();
         writer.put(&own("target_layers"), Value::Integers(taps));
         writer.extend(parts.keys.iter().map(|(key, value)| (own(key), value.clone())));
@@ -124,7 +127,9 @@ impl<'a> GgufExport<'a> {
         if let Some(factors) = rope.factors {
             let shape = vec![factors.len()];
             writer.tensor(Tensor { name: ROPE_FACTORS.into(), kind: TensorType::F32, shape });
-            tensors.push(ValueSource::Own(factors.iter().flat_map(|factor| factor.to_le_bytes()).collect()));
+            tensors.push(ValueSource::Own(
+                factors.iter().flat_map(|&factor| (factor as f32).to_le_bytes()).collect(),
+            ));
         }
         if drafter.has_reduced_vocab() {
             let vocab = DraftVocab::of_tensors(source.tensors(), drafter.vocab_size as usize)?;

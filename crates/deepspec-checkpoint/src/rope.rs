@@ -1,6 +1,6 @@
 //! RoPE settings in the forms that the formats need.
 
-use crate::gguf::Llama3Scaling;
+use crate::gguf::{Llama3Scaling, YARN_BETAS, YarnScaling, yarn_attention_factor};
 use serde_json::{Map, Value};
 
 use crate::fields::Fields;
@@ -17,7 +17,9 @@ pub struct LlamaCppRope {
     pub theta: f64,
     /// Divisors of the inverse frequencies, one per dimension pair (llama.cpp's `rope_freqs`). None
     /// without RoPE scaling.
-    pub factors: Option<Vec<f32>>,
+    pub factors: Option<Vec<f64>>,
+    /// Factor on cosines and sines (llama.cpp's `rope.scaling.attn_factor`), which is 1 except for YaRN.
+    pub attention_factor: f64,
 }
 
 /// The `rope_parameters` that vLLM and SGLang read.
@@ -59,9 +61,7 @@ pub fn engine_rope_parameters(
             positive_number(&chosen, "factor")?;
             // vLLM and SGLang interpret these keys differently from transformers, or ignore them.
             let differing = ["attention_factor", "mscale", "mscale_all_dim"];
-            if let Some(key) =
-                differing.into_iter().find(|&key| chosen.map.get(key).is_some_and(|value| !value.is_null()))
-            {
+            if let Some(key) = differing.into_iter().find(|&key| is_set(&chosen, key)) {
                 let reason =
                     format!("rotary embeddings scaled by `yarn` with `{key}`, which engines read otherwise");
                 return Err(source.refused_error(to, reason));
@@ -85,26 +85,59 @@ pub fn engine_rope_parameters(
     Ok(RopeParameters { theta, scaling: Some(kind.into()), map })
 }
 
-/// Reads the checkpoint's RoPE settings for llama.cpp: unscaled, or with one factor per pair of
-/// dimensions (Llama 3 scaling).
+/// Reads the checkpoint's RoPE settings for llama.cpp, as one divisor per pair of dimensions. Its own YaRN has
+/// fixed betas in most architectures, and divisors express any.
 ///
 /// # Errors
-/// Returns [`CheckpointError::Refused`] for another scaling type. Fails if settings of Llama 3's
-/// scaling or of the heads are missing or invalid.
+/// Returns [`CheckpointError::Refused`] for a scaling type other than `linear`, `llama3` and `yarn`. Fails if
+/// settings of the scaling or of the heads are missing or invalid.
 pub fn llama_cpp_rope(source: &Checkpoint, to: &'static str) -> Result<LlamaCppRope, CheckpointError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
     let dim = Heads::of(&fields, source.drafter())?.dim;
-    let Some((chosen, "llama3")) =
-        find_rope_settings(&fields)?.map(|(chosen, kind)| (chosen, kind.unwrap_or_default()))
-    else {
-        return Ok(LlamaCppRope { theta: unscaled_theta(source, to)?, factors: None });
+    let chosen = find_rope_settings(&fields)?;
+    let part = match &chosen {
+        Some((chosen, _)) => chosen.number("partial_rotary_factor")?,
+        None => fields.number("partial_rotary_factor")?,
     };
-    let number = |key: &str| positive_number(&chosen, key);
+    if let Some(part) = part.filter(|&part| part != 1.0) {
+        let reason = format!("rotary embeddings of a part of each head ({part}) are not written");
+        return Err(source.refused_error(to, reason));
+    }
+    let theta = rope_theta(&fields, chosen.as_ref().map(|(chosen, _)| chosen));
+    let Some((chosen, Some(kind))) = chosen else {
+        return Ok(LlamaCppRope { theta, factors: None, attention_factor: 1.0 });
+    };
+    let factor = || positive_number(&chosen, "factor");
+    let mut attention_factor = 1.0;
+    let factors = match kind {
+        "linear" => vec![factor()?; dim as usize / 2],
+        "llama3" => llama3_factors(&fields, &chosen, theta, dim)?,
+        "yarn" => {
+            attention_factor = read_attention_factor(&chosen, factor()?)?;
+            yarn_factors(&fields, &chosen, theta, dim)?
+        }
+        other => {
+            let reason = format!(
+                "rotary embeddings scaled by `{other}` are not written; expected linear, llama3 or yarn"
+            );
+            return Err(source.refused_error(to, reason));
+        }
+    };
+    Ok(LlamaCppRope { theta, factors: Some(factors), attention_factor })
+}
+
+fn llama3_factors(
+    fields: &Fields,
+    chosen: &Fields,
+    theta: f64,
+    dim: u64,
+) -> Result<Vec<f64>, CheckpointError> {
+    let number = |key: &str| positive_number(chosen, key);
     let llama3 = Llama3Scaling {
         low_freq_factor: number("low_freq_factor")?,
         high_freq_factor: number("high_freq_factor")?,
-        original: original_context_length(&fields, &chosen)?,
+        original: original_context_length(fields, chosen)?,
     };
     if llama3.low_freq_factor >= llama3.high_freq_factor {
         let problem =
@@ -112,10 +145,55 @@ pub fn llama_cpp_rope(source: &Checkpoint, to: &'static str) -> Result<LlamaCppR
         return Err(chosen.error("high_freq_factor", problem));
     }
     let most = number("factor")?;
-    let theta = rope_theta(&fields, Some(&chosen));
     let planes = dim / 2;
-    let factor = |plane: u64| llama3.rope_factor(theta.powf(-(plane as f64) / planes as f64), most) as f32;
-    Ok(LlamaCppRope { theta, factors: Some((0..planes).map(factor).collect()) })
+    let factor = |plane: u64| llama3.rope_factor(theta.powf(-(plane as f64) / planes as f64), most);
+    Ok((0..planes).map(factor).collect())
+}
+
+fn yarn_factors(fields: &Fields, chosen: &Fields, theta: f64, dim: u64) -> Result<Vec<f64>, CheckpointError> {
+    if theta <= 1.0 {
+        return Err(chosen.error("rope_theta", format!("{theta}: yarn needs a base above 1")));
+    }
+    let [beta_fast, beta_slow] = YARN_BETAS.map(|(key, default)| match non_zero(chosen, key)? {
+        Some(_) => positive_number(chosen, key),
+        None => Ok(default),
+    });
+    // Like transformers, it takes the trained length if the original one is missing.
+    let has_original = is_set(fields, ORIGINAL_LENGTH_KEY) || is_set(chosen, ORIGINAL_LENGTH_KEY);
+    let original = match has_original {
+        true => original_context_length(fields, chosen)?,
+        false => positive_number(fields, "max_position_embeddings")?,
+    };
+    let yarn = YarnScaling {
+        factor: positive_number(chosen, "factor")?,
+        beta_fast: beta_fast?,
+        beta_slow: beta_slow?,
+        original,
+        truncate: chosen.flag("truncate")?.unwrap_or(true),
+    };
+    Ok(yarn.rope_factors(theta, dim))
+}
+
+/// YaRN's factor on cosines and sines, by the precedence of keys in transformers.
+fn read_attention_factor(chosen: &Fields, factor: f64) -> Result<f64, CheckpointError> {
+    if is_set(chosen, "attention_factor") {
+        return positive_number(chosen, "attention_factor");
+    }
+    let scale = |mscale: f64| 1.0 + mscale * (yarn_attention_factor(factor) - 1.0);
+    Ok(match (non_zero(chosen, "mscale")?, non_zero(chosen, "mscale_all_dim")?) {
+        (Some(mscale), Some(all)) => scale(mscale) / scale(all),
+        _ => yarn_attention_factor(factor),
+    })
+}
+
+/// A number, if it is there and not 0. transformers counts 0 as absent for some keys.
+fn non_zero(fields: &Fields, key: &str) -> Result<Option<f64>, CheckpointError> {
+    Ok(fields.number(key)?.filter(|&value| value != 0.0))
+}
+
+/// Whether a key is there and not null.
+fn is_set(fields: &Fields, key: &str) -> bool {
+    fields.map.get(key).is_some_and(|value| !value.is_null())
 }
 
 /// Reads a required number above 0.
@@ -140,25 +218,8 @@ fn original_context_length(fields: &Fields, chosen: &Fields) -> Result<f64, Chec
         .ok_or_else(|| chosen.error(ORIGINAL_LENGTH_KEY, format!("{value} is not above 0")))
 }
 
-/// Reads the base of the checkpoint's unscaled RoPE. Like in transformers, a non-empty
-/// `rope_scaling` precedes `rope_parameters`.
-///
-/// # Errors
-/// Returns [`CheckpointError::Refused`] if RoPE is scaled, because tools interpret scaling
-/// differently. Fails if a key has another type.
-fn unscaled_theta(source: &Checkpoint, to: &'static str) -> Result<f64, CheckpointError> {
-    let path = source.dir().join("config.json");
-    let fields = Fields::new(&path, &source.drafter().decoder);
-    let chosen = find_rope_settings(&fields)?;
-    if let Some((_, Some(kind))) = &chosen {
-        return Err(
-            source.refused_error(to, format!("rotary embeddings that are scaled ({kind}) are not written"))
-        );
-    }
-    Ok(rope_theta(&fields, chosen.as_ref().map(|(chosen, _)| chosen)))
-}
-
-/// Finds the object with the RoPE settings, and the scaling type if there is one.
+/// Finds the object with the RoPE settings, and the scaling type if there is one. Like in transformers, a
+/// non-empty `rope_scaling` precedes `rope_parameters`.
 fn find_rope_settings<'a>(
     fields: &Fields<'a>,
 ) -> Result<Option<(Fields<'a>, Option<&'a str>)>, CheckpointError> {

@@ -156,6 +156,11 @@ impl ServingCheck<'_> {
         Some(Risk { subject: "vocabulary and sizes", problem: error.to_string(), remedy })
     }
 
+    /// Whether a test compares drafters with this RoPE scaling with the engine's.
+    fn compares_rope(&self, kind: &str) -> bool {
+        kind == "llama3" || kind == "yarn" && self.engine == Engine::Vllm
+    }
+
     /// Scaled RoPE, or a RoPE base that differs between newer and older keys.
     fn rope_risk(&self) -> Option<Risk> {
         let config = self.checkpoint.drafter();
@@ -168,7 +173,7 @@ impl ServingCheck<'_> {
         };
         let problem = match rope {
             Err(error) => Some(error.to_string()),
-            Ok(scaling) => scaling.filter(|kind| kind != "llama3").map(|kind| {
+            Ok(scaling) => scaling.filter(|kind| !self.compares_rope(kind)).map(|kind| {
                 format!(
                     "rotary embeddings are scaled by `{kind}`, which no test here compares with the engine's"
                 )

@@ -112,6 +112,40 @@ fn the_tiny_target_comes_out_as_it_went_in() {
     assert_eq!(pattern(&found), pattern(&meant));
 }
 
+/// YaRN as llama.cpp's converter writes it, and the settings that llama.cpp reads otherwise than transformers.
+#[test]
+fn yarn_comes_out_as_it_went_in() {
+    let written = |extra: &[(&str, Value)]| {
+        let dir = tempfile::tempdir().unwrap();
+        let model = dir.path().join("model");
+        fs::create_dir(&model).unwrap();
+        llama(&model, 8192);
+        let path = model.join("config.json");
+        let mut config = json(path.clone());
+        let settings =
+            serde_json::json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64});
+        config["rope_scaling"] = settings.clone();
+        extra.iter().for_each(|(key, value)| config["rope_scaling"][*key] = value.clone());
+        fs::write(path, config.to_string()).unwrap();
+        let (file, _) = write(&model, "F32", dir.path())?;
+        let found = unpack(&file, dir.path()).map(|unpacked| json(unpacked.join("config.json")));
+        Some((found.map_err(|error| error.to_string()), settings))
+    };
+    let Some((found, meant)) = written(&[]) else { return };
+    let scaling = found.unwrap()["rope_scaling"].clone();
+    assert_eq!((&scaling["rope_type"], scaling["factor"].as_f64()), (&meant["rope_type"], Some(4.0)));
+    assert_eq!(scaling["original_max_position_embeddings"], meant["original_max_position_embeddings"]);
+    for (key, value, words) in [
+        ("beta_fast", 16.0, "yarn_beta_fast`: 16 is not read; expected 32"),
+        ("attention_factor", 1.5, "yarn_attn_factor`: 1.5 is not read; expected 1.138"),
+        ("factor_of_all_models", 1.5, ".attn_factor`: 1.5 is not read; expected 1"),
+    ] {
+        let (found, _) = written(&[(key, value.into())]).unwrap();
+        let told = found.unwrap_err();
+        assert!(told.contains(words), "{told}");
+    }
+}
+
 #[test]
 fn factors_of_another_rotation_are_refused() {
     let dir = tempfile::tempdir().unwrap();

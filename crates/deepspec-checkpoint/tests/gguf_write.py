@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 folder, name, out, expected = sys.argv[1:]
@@ -35,7 +35,17 @@ writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
 theta = config.get("rope_theta", 10000.0)
 writer.add_rope_freq_base(theta)
 scaling = config.get("rope_scaling")
-if scaling:
+if scaling and scaling["rope_type"] == "yarn":
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(scaling["factor"])
+    writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    if "beta_fast" in scaling:
+        writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
+    if "attention_factor" in scaling:
+        writer.add_rope_scaling_yarn_attn_factor(scaling["attention_factor"])
+    if "factor_of_all_models" in scaling:
+        writer.add_rope_scaling_attn_factors(scaling["factor_of_all_models"])
+elif scaling:
     low, high, original = (scaling[key] for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
     factors = []
     for plane in range(dim // 2):

@@ -55,6 +55,17 @@ pub fn stretched() -> TempDir {
     })
 }
 
+/// The trained DSpark with YaRN, without which it was trained. It drafts worse, but equally in all programs.
+pub fn yarn() -> TempDir {
+    edited("tiny-dspark", |config, _| {
+        config.as_object_mut().unwrap().remove("rope_scaling");
+        config["rope_parameters"] = json!({
+            "rope_type": "yarn", "rope_theta": config["rope_theta"], "factor": 4.0,
+            "original_max_position_embeddings": 256,
+        });
+    })
+}
+
 /// An Eagle3 trained on this target's answers.
 pub fn eagle3(target: &Path, taps: [i64; 3], steps: usize) -> TempDir {
     eagle3_variant(target, taps, steps, None, Eagle3Norms::default())

@@ -17,7 +17,7 @@ use crate::common::training::smoke;
 use crate::common::{deepspec_eval, repository, run_ok, target_dir, traces};
 use crate::drafters::{
     BlockOptions, REAL_TAPS, RealModel, dflash, eagle3, eagle3_variant, edited, filling_in, some_tokens,
-    stretched,
+    stretched, yarn,
 };
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, near_tie, ours, prompts};
@@ -174,6 +174,12 @@ fn llama_cpp_runs_dspark_cycle_by_cycle() {
 fn llama_cpp_runs_dspark_with_a_stretched_rotation_cycle_by_cycle() {
     let Some(server) = llama_server() else { return };
     agrees(&server, stretched().path(), 0);
+}
+
+#[test]
+fn llama_cpp_runs_dspark_with_yarn_cycle_by_cycle() {
+    let Some(server) = llama_server() else { return };
+    agrees(&server, yarn().path(), 0);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::common::{deepspec_eval, repository, target_dir};
 use crate::drafters::{
     BlockOptions, RealModel, dflash, dspark, eagle3, eagle3_variant, filling_in, peagle, some_tokens,
-    stretched,
+    stretched, yarn,
 };
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, accepted, drafting, near_tie, ours, prompts};
@@ -109,6 +109,12 @@ fn vllm_runs_dspark_cycle_by_cycle() {
 fn vllm_runs_dspark_with_a_stretched_rotation_cycle_by_cycle() {
     let Some(python) = vllm_python() else { return };
     agrees_with_vllm(&python, stretched().path(), 0);
+}
+
+#[test]
+fn vllm_runs_dspark_with_yarn_cycle_by_cycle() {
+    let Some(python) = vllm_python() else { return };
+    agrees_with_vllm(&python, yarn().path(), 0);
 }
 
 #[test]

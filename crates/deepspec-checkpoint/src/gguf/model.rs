@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value as Json, json};
 
 use crate::gguf::rope_layout::to_half_split;
+use crate::gguf::rope_scaling::{Llama3Scaling, YARN_BETAS, yarn_attention_factor};
 use crate::gguf::vocabulary::Vocabulary;
 use crate::gguf::{GgufError, GgufFile, TensorInfo, names};
 
@@ -24,38 +25,15 @@ static ARCHITECTURES: [Architecture; 2] = [
     Architecture { name: "qwen3", class: "Qwen3ForCausalLM", model_type: "qwen3", interleaved_rope: false },
 ];
 
-/// Name of the tensor with Llama 3's RoPE scaling factors, one factor per frequency.
+/// Name of the tensor with divisors of the RoPE frequencies, one per frequency.
 pub const ROPE_FACTORS: &str = "rope_freqs.weight";
 /// The scaling settings that all Llama 3 models with such factors share.
 const LLAMA3_SCALING: Llama3Scaling =
     Llama3Scaling { low_freq_factor: 1.0, high_freq_factor: 4.0, original: 8192.0 };
 /// Maximum number of RoPE factors that are read. No model has heads wide enough for more.
 const MAX_ROPE_FACTORS: usize = 4096;
-/// Maximum relative difference of the stored float32 factors from the computed ones.
+/// Maximum difference of stored float32 factors from the computed ones, relative for `rope_freqs`.
 const FACTOR_TOLERANCE: f64 = 1e-4;
-
-/// Settings of Llama 3's RoPE scaling.
-#[derive(Debug, Clone, Copy)]
-pub struct Llama3Scaling {
-    /// `low_freq_factor`: frequencies with fewer rotations within the original context get the full
-    /// factor.
-    pub low_freq_factor: f64,
-    /// `high_freq_factor`: frequencies with more rotations are not scaled.
-    pub high_freq_factor: f64,
-    /// Original context length, in tokens.
-    pub original: f64,
-}
-
-impl Llama3Scaling {
-    /// Divisor of a RoPE frequency, which is given in radians per token. Low frequencies get
-    /// `max_factor`.
-    pub fn rope_factor(&self, frequency: f64, max_factor: f64) -> f64 {
-        let turns = self.original * frequency / std::f64::consts::TAU;
-        let part =
-            ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0);
-        1.0 / ((1.0 - part) / max_factor + part)
-    }
-}
 
 /// A model in a GGUF.
 pub struct Model {
@@ -225,6 +203,10 @@ impl ConfigReader<'_> {
         if let Some(found) = self.file.float(&older)?.filter(|&found| found != 1.0) {
             return Err(self.file.error(format!("`{older}`: {found}; expected rope.scaling in its place")));
         }
+        let attention = self.full_key("rope.scaling.attn_factor");
+        if let Some(found) = self.file.float(&attention)?.filter(|&found| found != 1.0) {
+            return Err(self.file.error(format!("`{attention}`: {found} is not read; expected 1")));
+        }
         let stretched = self.file.float(&factor)?.is_some_and(|factor| factor != 1.0);
         // A factor without a type is llama.cpp's linear scaling.
         let rope_type = self
@@ -256,15 +238,42 @@ impl ConfigReader<'_> {
                     "high_freq_factor": LLAMA3_SCALING.high_freq_factor, "original_max_position_embeddings": LLAMA3_SCALING.original,
                 }))
             }
-            (Some("linear"), Some(_)) => {
+            (Some("yarn"), None) => self.yarn_settings(),
+            (Some(both @ ("linear" | "yarn")), Some(_)) => {
                 let problem =
-                    format!("`{kind}` is linear beside the tensor `{ROPE_FACTORS}`; expected one of them");
+                    format!("`{kind}` is {both} beside the tensor `{ROPE_FACTORS}`; expected one of them");
                 Err(self.file.error(problem))
             }
             (Some(rope_type), _) => {
-                Err(self.file.error(format!("`{kind}`: {rope_type} is not read; expected none or linear")))
+                let problem = format!("`{kind}`: {rope_type} is not read; expected none, linear or yarn");
+                Err(self.file.error(problem))
             }
         }
+    }
+
+    /// config.json's settings of YaRN.
+    fn yarn_settings(&self) -> Result<Json, GgufError> {
+        let number = |name: &str| self.file.float(&self.full_key(&format!("rope.scaling.{name}")));
+        let factor = self.file.required(&self.full_key("rope.scaling.factor"), number("factor")?)?;
+        let original = match self.count("rope.scaling.original_context_length")? {
+            Some(_) => self.size("rope.scaling.original_context_length")?,
+            None => self.size("context_length")?,
+        };
+        // llama.cpp ignores these keys in files of these architectures, and transformers does not.
+        let [(_, fast), (_, slow)] = YARN_BETAS;
+        for (key, expected) in [
+            ("yarn_beta_fast", fast),
+            ("yarn_beta_slow", slow),
+            ("yarn_attn_factor", yarn_attention_factor(factor)),
+            ("yarn_ext_factor", 1.0),
+            ("yarn_log_multiplier", 0.0),
+        ] {
+            if let Some(found) = number(key)?.filter(|found| (found - expected).abs() > FACTOR_TOLERANCE) {
+                let key = self.full_key(&format!("rope.scaling.{key}"));
+                return Err(self.file.error(format!("`{key}`: {found} is not read; expected {expected}")));
+            }
+        }
+        Ok(json!({"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}))
     }
 
     fn rope_factors(&self) -> Result<Option<Vec<f64>>, GgufError> {

@@ -3,7 +3,8 @@
 usage: gguf_read.py FILE.gguf CHECKPOINT.safetensors NAMES.json
 
 NAMES says which tensor of the checkpoint each of the file's is, null for one of zeros; {"of", "pairs"} is one with the rows of so many heads in pairs,
-{"config"} what a factor a plane transformers stretches the rotation of this config by. Prints the file's metadata as JSON.
+{"config"} what a factor a plane transformers stretches the rotation of this config by. Prints the file's metadata as JSON. Its attn_factor is compared with
+transformers' factor on cosines and sines.
 """
 
 import json
@@ -35,7 +36,9 @@ def expected_of(source, shape):
         return heads.swapaxes(1, 2).reshape(whole.shape)
     config = LlamaConfig(**json.load(open(source["config"])))
     plain = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    stretched, attention_factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu")
+    written = next((field.contents() for name, field in reader.fields.items() if name.endswith(".rope.scaling.attn_factor")), 1.0)
+    assert abs(written - attention_factor) < 1e-6, (written, attention_factor)
     return plain / stretched
 
 

@@ -116,7 +116,9 @@ fn keys_that_are_read_otherwise_are_named() {
         folder
     };
     let scaled = change(&|config| config["rope_scaling"] = json!({"rope_type": "yarn", "factor": 2.0}));
-    says(scaled.path(), Engine::Vllm, "RoPE", "yarn");
+    says(scaled.path(), Engine::Sglang, "RoPE", "yarn");
+    let scaled = change(&|config| config["rope_scaling"] = json!({"rope_type": "linear", "factor": 2.0}));
+    says(scaled.path(), Engine::Vllm, "RoPE", "linear");
     let worded = change(&|config| config["mask_token_id"] = json!(300));
     says(worded.path(), Engine::Sglang, "mask token", "mask_token_id is 300");
     let twice = change(&|config| {
