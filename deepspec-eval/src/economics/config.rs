@@ -8,10 +8,16 @@ use serde_json::Value;
 pub fn unread_keys(json: &Value) -> Vec<&'static str> {
     let json = &text_config(json);
     let is_said = |key: &&str| json.get(*key).is_some_and(|value| !value.is_null());
-    let mut unread: Vec<_> = ["compress_ratios", "hc_mult", "layers_block_type", "linear_num_value_heads"]
-        .into_iter()
-        .filter(is_said)
-        .collect();
+    let mut unread: Vec<_> =
+        ["compress_ratios", "hc_mult", "layers_block_type"].into_iter().filter(is_said).collect();
+    // Other models have other linear attention under equal keys.
+    if !is_qwen_hybrid(json) {
+        unread.extend(Some("linear_num_value_heads").filter(is_said));
+        let kinds = json.get("layer_types").and_then(Value::as_array);
+        if kinds.is_some_and(|kinds| kinds.iter().any(|kind| kind == "linear_attention")) {
+            unread.push("layer_types");
+        }
+    }
     // In Llama 4, only some layers have experts.
     let step = "interleave_moe_layer_step";
     if json.get(step).is_some_and(|value| !value.is_null() && value.as_f64() != Some(1.0)) {
@@ -38,11 +44,13 @@ pub fn drafts_blocks(json: &Value) -> bool {
 /// configs leave to transformers' defaults.
 fn text_config(json: &Value) -> Value {
     let mut text = json.get("text_config").filter(|inner| inner.is_object()).unwrap_or(json).clone();
-    let kind = text.get("model_type").or(json.get("model_type")).and_then(Value::as_str);
-    if !matches!(kind, Some("gemma3" | "gemma3_text")) {
+    let Some(keys) = text.as_object_mut() else { return text };
+    if let Some(kind) = json.get("model_type") {
+        keys.entry("model_type").or_insert_with(|| kind.clone());
+    }
+    if !matches!(keys.get("model_type").and_then(Value::as_str), Some("gemma3" | "gemma3_text")) {
         return text;
     }
-    let Some(keys) = text.as_object_mut() else { return text };
     for (key, value) in GEMMA3_DEFAULTS {
         keys.entry(key).or_insert_with(|| value.into());
     }
@@ -115,7 +123,13 @@ pub fn read_target(json: &Value, weights: Precision, expert_parallel: f64) -> Re
         }
     };
     let dense = |width: f64| FeedForward::Dense { weights: 3.0 * hidden * width };
-    let layer = |count: f64, attention: Attention, feed_forward: FeedForward| Layer {
+    let linear = linear_attention(json, hidden)?;
+    // Attention beside linear layers has a gate as wide as the queries.
+    let projections = match (&linear, attention) {
+        (Some(_), Attention::Grouped { heads, head_dim, .. }) => projections + hidden * heads * head_dim,
+        _ => projections,
+    };
+    let layer_with = |count: f64, attention: Attention, projections: f64, feed_forward: FeedForward| Layer {
         count,
         projections,
         projection_precision: weights,
@@ -142,8 +156,38 @@ pub fn read_target(json: &Value, weights: Precision, expert_parallel: f64) -> Re
     {
         return Err(format!("`num_experts_per_tok` is {active} of {experts} experts"));
     }
+    let layer = |count: f64, attention: Attention, feed_forward: FeedForward| {
+        layer_with(count, attention, projections, feed_forward)
+    };
     let windowed = sliding_window_layers(json, attention);
-    let dense_count = if experts.is_some() { dense_layers(json, count)? } else { 0.0 };
+    let is_dense = if experts.is_some() { dense_layers(json, count)? } else { vec![] };
+    let dense_count = is_dense.iter().filter(|is_dense| **is_dense).count() as f64;
+    let head = need(&["vocab_size"])? * hidden;
+    let target = |layers: Vec<Layer>| Target {
+        layers,
+        head,
+        head_precision: Precision::Bf16,
+        hidden,
+        expert_parallel,
+    };
+    if let Some((state, state_projections)) = linear {
+        let is_linear = linear_layers(json, count)?;
+        let mut layers = vec![];
+        for (linear, dense_mlp) in [(false, true), (false, false), (true, true), (true, false)] {
+            let kind = |layer: &usize| {
+                is_linear[*layer] == linear && is_dense.get(*layer).is_some_and(|&dense| dense) == dense_mlp
+            };
+            let of_kind = (0..is_linear.len()).filter(kind).count() as f64;
+            if of_kind == 0.0 {
+                continue;
+            }
+            let mlp = if dense_mlp { dense(need(&["intermediate_size"])?) } else { feed_forward };
+            let (attention, projections) =
+                if linear { (state, state_projections) } else { (attention, projections) };
+            layers.push(layer_with(of_kind, attention, projections, mlp));
+        }
+        return Ok(target(layers));
+    }
     let mut layers = vec![];
     if dense_count > 0.0 {
         // Where all layers have a window, these have it, too.
@@ -157,13 +201,76 @@ pub fn read_target(json: &Value, weights: Precision, expert_parallel: f64) -> Re
     if let Some((_, attention)) = windowed.filter(|_| local > 0.0) {
         layers.push(layer(local, attention, feed_forward));
     }
-    let head = need(&["vocab_size"])? * hidden;
-    Ok(Target { layers, head, head_precision: Precision::Bf16, hidden, expert_parallel })
+    Ok(target(layers))
 }
 
-/// Number of dense layers of a model with experts in the others. DeepSeek names how many come first, Qwen-MoE how often
+/// Whether the text model has the linear attention of Qwen3-Next and Qwen3.5.
+fn is_qwen_hybrid(json: &Value) -> bool {
+    let kind = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
+    kind.starts_with("qwen3_5") || kind == "qwen3_next"
+}
+
+/// The recurrent state of linear attention layers, and the weights of their projections. None for a model without
+/// such layers. Configs of Qwen3.5 may leave the sizes of linear layers to transformers' defaults.
+fn linear_attention(json: &Value, hidden: f64) -> Result<Option<(Attention, f64)>, String> {
+    if !is_qwen_hybrid(json) {
+        return Ok(None);
+    }
+    for key in ["num_key_value_heads", "head_dim"] {
+        if json.get(key).and_then(Value::as_f64).is_none() {
+            return Err(format!("has no number `{key}`; expected one, as published configs have"));
+        }
+    }
+    if json.get("attn_output_gate") == Some(&Value::Bool(false)) {
+        return Err("`attn_output_gate` is false; expected attention with an output gate".into());
+    }
+    let size = |key: &str, default: f64| match json.get(key).filter(|value| !value.is_null()) {
+        None => Ok(default),
+        Some(found) => {
+            let size = found.as_f64().filter(|size| *size >= 1.0);
+            size.ok_or_else(|| format!("`{key}` is {found}; expected at least 1"))
+        }
+    };
+    let (key_heads, heads) = (size("linear_num_key_heads", 16.0)?, size("linear_num_value_heads", 32.0)?);
+    let (key_dim, value_dim) = (size("linear_key_head_dim", 128.0)?, size("linear_value_head_dim", 128.0)?);
+    // Queries and keys, values, gate and output, decay and learning rate.
+    let projections = hidden * (2.0 * key_heads * key_dim + 3.0 * heads * value_dim + 2.0 * heads);
+    Ok(Some((Attention::Linear { heads, key_dim, value_dim, state_bytes: 4.0 }, projections)))
+}
+
+/// Whether each layer of a hybrid has linear attention. Every fourth has full attention if the config does not say.
+fn linear_layers(json: &Value, count: f64) -> Result<Vec<bool>, String> {
+    if count > MAX_LAYERS as f64 {
+        return Err(format!("`num_hidden_layers` is {count}; expected at most {MAX_LAYERS}"));
+    }
+    let layers = count as usize;
+    let kinds = json.get("layer_types").filter(|kinds| !kinds.is_null());
+    let Some(kinds) = kinds else {
+        let interval = match json.get("full_attention_interval").filter(|value| !value.is_null()) {
+            None => 4,
+            Some(found) => found.as_u64().filter(|interval| *interval > 0).ok_or_else(|| {
+                format!("`full_attention_interval` is {found}; expected a whole number from 1")
+            })? as usize,
+        };
+        return Ok((1..=layers).map(|number| !number.is_multiple_of(interval)).collect());
+    };
+    let Some(kinds) = kinds.as_array() else {
+        return Err(format!("`layer_types` is {kinds}; expected a list"));
+    };
+    if kinds.len() != layers {
+        return Err(format!("`layer_types` has {} entries for {layers} layers", kinds.len()));
+    }
+    let is_linear = |kind: &Value| match kind.as_str() {
+        Some("linear_attention") => Ok(true),
+        Some("full_attention") => Ok(false),
+        _ => Err(format!("`layer_types` has {kind}; expected \"linear_attention\" or \"full_attention\"")),
+    };
+    kinds.iter().map(is_linear).collect()
+}
+
+/// Whether each layer of a model with experts is dense. DeepSeek names how many dense ones come first, Qwen-MoE how often
 /// experts come (`decoder_sparse_step`), and the layers without them (`mlp_only_layers`).
-fn dense_layers(json: &Value, count: f64) -> Result<f64, String> {
+fn dense_layers(json: &Value, count: f64) -> Result<Vec<bool>, String> {
     let first = json.get("first_k_dense_replace").and_then(Value::as_f64).unwrap_or(0.0).min(count);
     let layers = count.min(MAX_LAYERS as f64) as u64;
     let wrong =
@@ -186,7 +293,7 @@ fn dense_layers(json: &Value, count: f64) -> Result<f64, String> {
     };
     let is_dense =
         |layer: &u64| (*layer as f64) < first || !(layer + 1).is_multiple_of(step) || named.contains(layer);
-    Ok((0..layers).filter(is_dense).count() as f64)
+    Ok((0..layers).map(|layer| is_dense(&layer)).collect())
 }
 
 /// Number of layers with a sliding window, and their attention.
@@ -203,7 +310,7 @@ fn sliding_window_layers(json: &Value, attention: Attention) -> Option<(f64, Att
         Attention::Grouped { heads, kv_heads, head_dim, kv_bytes, .. } => {
             Some((count as f64, Attention::Grouped { heads, kv_heads, head_dim, kv_bytes, window }))
         }
-        Attention::Latent { .. } => None,
+        Attention::Latent { .. } | Attention::Linear { .. } => None,
     }
 }
 
@@ -291,6 +398,78 @@ mod tests {
         );
     }
 
+    /// The published shapes of Qwen3.5-4B, dense, and of Qwen3.5-35B-A3B, whose names tell their weights.
+    #[test]
+    fn hybrids_have_layers_with_a_state() {
+        let shape = |name: &str| -> serde_json::Value {
+            let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/shapes").join(name);
+            serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+        };
+        for (name, layers, shapes, billions) in [
+            ("qwen3_5_4b.json", [8.0, 24.0], (2560.0, 16.0, 4.0), 4.2),
+            ("qwen3_5_35b_a3b.json", [10.0, 30.0], (2048.0, 16.0, 2.0), 34.5),
+        ] {
+            let json = shape(name);
+            assert!(unread_keys(&json).is_empty());
+            let found = read_target(&json, Precision::Bf16, 1.0).unwrap();
+            assert_eq!(found.layers.iter().map(|layer| layer.count).collect::<Vec<_>>(), layers, "{name}");
+            assert!(matches!(found.layers[0].attention, Attention::Grouped { .. }));
+            let state = found.layers[1].attention;
+            let expected =
+                Attention::Linear { heads: 32.0, key_dim: 128.0, value_dim: 128.0, state_bytes: 4.0 };
+            assert_eq!(state, expected, "{name}");
+            let (hidden, queries, keys) = shapes;
+            // Queries with a gate beside them, keys, values and output; then those of linear attention.
+            assert_eq!(found.layers[0].projections, hidden * 256.0 * (3.0 * queries + 2.0 * keys), "{name}");
+            assert_eq!(found.layers[1].projections, hidden * (4096.0 + 3.0 * 4096.0 + 64.0), "{name}");
+            let of = |layer: &Layer| {
+                let fed = match layer.feed_forward {
+                    FeedForward::Dense { weights } => weights,
+                    FeedForward::Experts { weights, experts, shared, .. } => weights * (experts + shared),
+                };
+                layer.count * (layer.projections + fed)
+            };
+            let weights = found.layers.iter().map(of).sum::<f64>() + found.head;
+            assert!((weights / billions / 1e9 - 1.0).abs() < 0.03, "{name}: {weights:e}");
+        }
+        // The outer `model_type` counts where the text part has none.
+        let mut outer = shape("qwen3_5_4b.json");
+        outer["text_config"].as_object_mut().unwrap().retain(|key, _| {
+            !key.starts_with("linear_") && !["model_type", "full_attention_interval"].contains(&key.as_str())
+        });
+        assert_eq!(
+            read_target(&outer, Precision::Bf16, 1.0),
+            read_target(&shape("qwen3_5_4b.json"), Precision::Bf16, 1.0)
+        );
+        // Other models with such keys are not known.
+        let other = json!({"model_type": "olmo_hybrid", "linear_num_value_heads": 30});
+        assert_eq!(unread_keys(&other), ["linear_num_value_heads"]);
+        let other = json!({"model_type": "minimax", "layer_types": ["linear_attention"], "linear_num_value_heads": null});
+        assert_eq!(unread_keys(&other), ["layer_types"]);
+        let mut wrong = shape("qwen3_5_4b.json");
+        wrong["text_config"]["layer_types"] = json!(["linear_attention"]);
+        assert!(read_target(&wrong, Precision::Bf16, 1.0).unwrap_err().contains("1 entries for 32 layers"));
+        wrong["text_config"]["layer_types"] = vec!["mamba"; 32].into();
+        assert!(
+            read_target(&wrong, Precision::Bf16, 1.0).unwrap_err().contains("`layer_types` has \"mamba\"")
+        );
+        for (key, value, words) in [
+            ("layer_types", json!("full"), "`layer_types` is \"full\"; expected a list"),
+            ("num_hidden_layers", json!(5000), "`num_hidden_layers` is 5000"),
+            ("attn_output_gate", json!(false), "`attn_output_gate` is false"),
+            ("head_dim", json!(null), "no number `head_dim`"),
+        ] {
+            let mut wrong = shape("qwen3_5_4b.json");
+            wrong["text_config"][key] = value;
+            let told = read_target(&wrong, Precision::Bf16, 1.0).unwrap_err();
+            assert!(told.contains(words), "{told}");
+        }
+        wrong["text_config"]["linear_key_head_dim"] = json!(0);
+        assert!(
+            read_target(&wrong, Precision::Bf16, 1.0).unwrap_err().contains("`linear_key_head_dim` is 0")
+        );
+    }
+
     /// A published config of Gemma 3 names neither heads nor vocabulary nor layer types.
     #[test]
     fn gemma3_has_the_defaults_of_transformers() {
@@ -303,7 +482,7 @@ mod tests {
             Attention::Grouped { heads, kv_heads, head_dim, window, .. } => {
                 (heads, kv_heads, head_dim, window)
             }
-            Attention::Latent { .. } => panic!("Gemma 3 has plain heads"),
+            other => panic!("Gemma 3 has plain heads, not {other:?}"),
         };
         assert_eq!(heads(&found.layers[0]), (8.0, 4.0, 256.0, f64::INFINITY));
         assert_eq!(heads(&found.layers[1]), (8.0, 4.0, 256.0, 1024.0));

@@ -70,7 +70,21 @@ pub enum Attention {
         #[serde(default)]
         index_heads: f64,
     },
+    /// Linear attention by the gated delta rule, as in Qwen3.5: a matrix per head is the whole memory of the context.
+    Linear {
+        /// Number of heads, each with its own state.
+        heads: f64,
+        /// Rows of a state: width of a key.
+        key_dim: f64,
+        /// Columns of a state: width of a value.
+        value_dim: f64,
+        /// Bytes per value of a state.
+        state_bytes: f64,
+    },
 }
+
+/// Operations on each value of a state for one token: decay 1, prediction 2, update 2, output 2.
+const DELTA_RULE_OPERATIONS: f64 = 7.0;
 
 impl Attention {
     /// Work of T queries at a context of S tokens.
@@ -107,6 +121,14 @@ impl Attention {
                         + heads * (latent + rope) * query_bytes * queries,
                 }
             }
+            Self::Linear { heads, key_dim, value_dim, state_bytes } => {
+                let state = heads * key_dim * value_dim;
+                // Engines read the state once and keep one per token, so that rejected tokens can be undone.
+                Work {
+                    operations: DELTA_RULE_OPERATIONS * state * queries,
+                    bytes: state * state_bytes * (1.0 + queries),
+                }
+            }
         }
     }
 
@@ -121,7 +143,7 @@ impl Attention {
                     ("kv_bytes", kv_bytes),
                 ],
                 vec![],
-                ("window", window),
+                Some(("window", window)),
             ),
             Self::Latent {
                 heads,
@@ -146,12 +168,23 @@ impl Attention {
                     ("index", index),
                     ("index_heads", index_heads),
                 ],
-                ("top", top),
+                Some(("top", top)),
+            ),
+            Self::Linear { heads, key_dim, value_dim, state_bytes } => (
+                vec![
+                    ("heads", heads),
+                    ("key_dim", key_dim),
+                    ("value_dim", value_dim),
+                    ("state_bytes", state_bytes),
+                ],
+                vec![],
+                None,
             ),
         };
+        let limit = limit.as_slice();
         describe_invalid_value(&needed, is_positive_number, "a positive number")
             .or(describe_invalid_value(&allowed, is_non_negative, "a number of at least 0"))
-            .or(describe_invalid_value(&[limit], |value| value > 0.0, "a positive number"))
+            .or(describe_invalid_value(limit, |value| value > 0.0, "a positive number"))
     }
 }
 

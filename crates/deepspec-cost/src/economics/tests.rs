@@ -112,6 +112,11 @@ fn crossovers_of_attention_are_the_published_ones() {
     for queries in [1.0, 2.0, 4.0] {
         assert!((grouped.work(queries, 1e9).intensity() / (8.0 * queries) - 1.0).abs() < 1e-3);
     }
+    // Qwen3.5-4B: 32 states of 128 x 128 values in float32, which are 2 MiB.
+    let linear = Attention::Linear { heads: 32.0, key_dim: 128.0, value_dim: 128.0, state_bytes: 4.0 };
+    let state = f64::from(2 << 20);
+    assert_eq!(linear.work(1.0, 10.0), Work { operations: 7.0 * state / 4.0, bytes: 2.0 * state });
+    assert_eq!(linear.work(4.0, 1e6).bytes, 5.0 * state);
 }
 
 #[test]
