@@ -146,3 +146,35 @@ fn suites_of_ones_own_come_from_the_hub_too() {
         .fails_with(2, &["train*.jsonl", "test2.jsonl"]);
     assert_eq!(rows(&bench.out("mine.jsonl")).len(), 4);
 }
+
+/// The descriptions of suites with long prompts, with books that tell where each character stood.
+#[test]
+fn suites_of_long_prompts_come_from_books() {
+    let book = |number: usize| -> String {
+        (0..40_000).map(|word| format!("w{word:05}")).collect::<Vec<_>>().join(if number == 0 {
+            " "
+        } else {
+            "\n"
+        })
+    };
+    let split: String = (0..2)
+        .map(|number| json!({"short_book_title": "t", "text": book(number)}).to_string() + "\n")
+        .collect();
+    let repo =
+        FakeRepo::dataset("emozilla/pg19-test").lfs("data/test-00000-of-00001.jsonl", split.into_bytes());
+    let bench = Bench::new([repo]);
+    for (length, characters) in [("4k", 12_500), ("8k", 29_000), ("16k", 63_000), ("32k", 127_000)] {
+        let description =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../configs/suites/long_{length}.yaml"));
+        let ended = bench.suites(&["--description", description.to_str().unwrap()], &[]);
+        assert_eq!(ended.code, Some(0), "{ended:?}");
+        let found = rows(&bench.out(&format!("long-{length}.jsonl")));
+        let parts = found.iter().enumerate().map(|(number, row)| {
+            let prompt = row["turns"][0].as_str().unwrap().to_owned();
+            let part = &book(number)[10_000..10_000 + characters];
+            assert!(prompt.starts_with("Here is a part of a book:\n\n") && prompt.contains(part), "{length}");
+            prompt.len() - part.len()
+        });
+        assert_eq!(parts.collect::<Vec<_>>(), [60, 60], "{length}");
+    }
+}
