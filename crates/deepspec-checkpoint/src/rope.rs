@@ -76,6 +76,15 @@ pub fn engine_rope_parameters(
     }
     let mut map = chosen.map.clone();
     map.remove("type");
+    // transformers takes its defaults for a null or 0 here, and vLLM computes with it.
+    for key in ["beta_fast", "beta_slow"] {
+        if map.get(key).is_some_and(|value| value.is_null() || value.as_f64() == Some(0.0)) {
+            map.remove(key);
+        }
+    }
+    if map.get("truncate").is_some_and(Value::is_null) {
+        map.remove("truncate");
+    }
     map.extend(to_map([("rope_type", kind.into()), ("rope_theta", theta.into())]));
     // transformers prefers the length at the top level of the config. For YaRN it defaults to
     // `max_position_embeddings`.
@@ -96,18 +105,16 @@ pub fn llama_cpp_rope(source: &Checkpoint, to: &'static str) -> Result<LlamaCppR
     let fields = Fields::new(&path, &source.drafter().decoder);
     let dim = Heads::of(&fields, source.drafter())?.dim;
     let chosen = find_rope_settings(&fields)?;
-    let part = match &chosen {
-        Some((chosen, _)) => chosen.number("partial_rotary_factor")?,
-        None => fields.number("partial_rotary_factor")?,
-    };
-    if let Some(part) = part.filter(|&part| part != 1.0) {
-        let reason = format!("rotary embeddings of a part of each head ({part}) are not written");
-        return Err(source.refused_error(to, reason));
-    }
     let theta = rope_theta(&fields, chosen.as_ref().map(|(chosen, _)| chosen));
     let Some((chosen, Some(kind))) = chosen else {
         return Ok(LlamaCppRope { theta, factors: None, attention_factor: 1.0 });
     };
+    let part_key = "partial_rotary_factor";
+    let part = chosen.number(part_key)?.or(fields.number(part_key)?);
+    if let Some(part) = part.filter(|&part| part != 1.0) {
+        let reason = format!("scaled rotary embeddings of a part of each head ({part}) are not written");
+        return Err(source.refused_error(to, reason));
+    }
     let factor = || positive_number(&chosen, "factor");
     let mut attention_factor = 1.0;
     let factors = match kind {
@@ -158,17 +165,11 @@ fn yarn_factors(fields: &Fields, chosen: &Fields, theta: f64, dim: u64) -> Resul
         Some(_) => positive_number(chosen, key),
         None => Ok(default),
     });
-    // Like transformers, it takes the trained length if the original one is missing.
-    let has_original = is_set(fields, ORIGINAL_LENGTH_KEY) || is_set(chosen, ORIGINAL_LENGTH_KEY);
-    let original = match has_original {
-        true => original_context_length(fields, chosen)?,
-        false => positive_number(fields, "max_position_embeddings")?,
-    };
     let yarn = YarnScaling {
         factor: positive_number(chosen, "factor")?,
         beta_fast: beta_fast?,
         beta_slow: beta_slow?,
-        original,
+        original: original_context_length(fields, chosen)?,
         truncate: chosen.flag("truncate")?.unwrap_or(true),
     };
     Ok(yarn.rope_factors(theta, dim))
@@ -208,8 +209,11 @@ fn to_map<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
 }
 
 /// Reads the context length before scaling. Like transformers, it prefers the top-level key of the
-/// config.
+/// config, and takes the trained length if there is none.
 fn original_context_length(fields: &Fields, chosen: &Fields) -> Result<f64, CheckpointError> {
+    if !is_set(fields, ORIGINAL_LENGTH_KEY) && !is_set(chosen, ORIGINAL_LENGTH_KEY) {
+        return positive_number(fields, "max_position_embeddings");
+    }
     let number = |fields: &Fields| fields.map.get(ORIGINAL_LENGTH_KEY).and_then(Value::as_f64);
     let value = chosen.required(ORIGINAL_LENGTH_KEY, number(fields).or(number(chosen)))?;
     let positive = value > 0.0 && value.is_finite();

@@ -135,6 +135,9 @@ fn yarn_comes_out_as_it_went_in() {
     let scaling = found.unwrap()["rope_scaling"].clone();
     assert_eq!((&scaling["rope_type"], scaling["factor"].as_f64()), (&meant["rope_type"], Some(4.0)));
     assert_eq!(scaling["original_max_position_embeddings"], meant["original_max_position_embeddings"]);
+    // As llama.cpp saves what is not set.
+    let unset = [("extrapolation_factor", (-1.0).into()), ("attention_factor", 1.0.into())];
+    assert_eq!(written(&unset).unwrap().0.unwrap()["rope_scaling"], scaling);
     for (key, value, words) in [
         ("beta_fast", 16.0, "yarn_beta_fast`: 16 is not read; expected 32"),
         ("attention_factor", 1.5, "yarn_attn_factor`: 1.5 is not read; expected 1.138"),

@@ -41,6 +41,8 @@ if scaling and scaling["rope_type"] == "yarn":
     writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     if "beta_fast" in scaling:
         writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
+    if "extrapolation_factor" in scaling:
+        writer.add_rope_scaling_yarn_ext_factor(scaling["extrapolation_factor"])
     if "attention_factor" in scaling:
         writer.add_rope_scaling_yarn_attn_factor(scaling["attention_factor"])
     if "factor_of_all_models" in scaling:

@@ -4,17 +4,23 @@ use deepspec_cost::economics::{Attention, FeedForward, Layer, Precision, Target}
 use deepspec_models::config::MAX_LAYERS;
 use serde_json::Value;
 
+/// Entries of `layer_types` for layers with a KV cache. Others, such as `mamba` and `conv`, have none.
+const ATTENTION_TYPES: [&str; 4] = ["attention", "chunked_attention", "full_attention", "sliding_attention"];
+
 /// Keys of layer types that this program does not read.
 pub fn unread_keys(json: &Value) -> Vec<&'static str> {
     let json = &text_config(json);
     let is_said = |key: &&str| json.get(*key).is_some_and(|value| !value.is_null());
-    let mut unread: Vec<_> =
-        ["compress_ratios", "hc_mult", "layers_block_type"].into_iter().filter(is_said).collect();
+    let mut unread: Vec<_> = ["compress_ratios", "hc_mult", "layers_block_type", "linear_attn_config"]
+        .into_iter()
+        .filter(is_said)
+        .collect();
     // Other models have other linear attention under equal keys.
     if !is_qwen_hybrid(json) {
         unread.extend(Some("linear_num_value_heads").filter(is_said));
         let kinds = json.get("layer_types").and_then(Value::as_array);
-        if kinds.is_some_and(|kinds| kinds.iter().any(|kind| kind == "linear_attention")) {
+        let is_known = |kind: &Value| kind.as_str().is_some_and(|kind| ATTENTION_TYPES.contains(&kind));
+        if kinds.is_some_and(|kinds| !kinds.iter().all(is_known)) {
             unread.push("layer_types");
         }
     }
@@ -446,6 +452,9 @@ mod tests {
         assert_eq!(unread_keys(&other), ["linear_num_value_heads"]);
         let other = json!({"model_type": "minimax", "layer_types": ["linear_attention"], "linear_num_value_heads": null});
         assert_eq!(unread_keys(&other), ["layer_types"]);
+        let other = json!({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]});
+        assert_eq!(unread_keys(&other), ["layer_types"]);
+        assert_eq!(unread_keys(&json!({"linear_attn_config": {}})), ["linear_attn_config"]);
         let mut wrong = shape("qwen3_5_4b.json");
         wrong["text_config"]["layer_types"] = json!(["linear_attention"]);
         assert!(read_target(&wrong, Precision::Bf16, 1.0).unwrap_err().contains("1 entries for 32 layers"));

@@ -261,11 +261,15 @@ impl ConfigReader<'_> {
         };
         // llama.cpp ignores these keys in files of these architectures, and transformers does not.
         let [(_, fast), (_, slow)] = YARN_BETAS;
+        // llama.cpp itself saves -1 for a factor that is not set, and 1 for the attention's.
+        let is_unset = number("yarn_ext_factor")?.is_some_and(|factor| factor < 0.0);
+        let (extrapolation, attention) =
+            if is_unset { (-1.0, 1.0) } else { (1.0, yarn_attention_factor(factor)) };
         for (key, expected) in [
             ("yarn_beta_fast", fast),
             ("yarn_beta_slow", slow),
-            ("yarn_attn_factor", yarn_attention_factor(factor)),
-            ("yarn_ext_factor", 1.0),
+            ("yarn_attn_factor", attention),
+            ("yarn_ext_factor", extrapolation),
             ("yarn_log_multiplier", 0.0),
         ] {
             if let Some(found) = number(key)?.filter(|found| (found - expected).abs() > FACTOR_TOLERANCE) {

@@ -1,5 +1,5 @@
 //! Roofline model of the cost of a speculated token on an accelerator, by parts of a layer. It
-//! covers dense and mixture-of-experts targets with full, grouped, latent and compressed attention.
+//! covers dense and mixture-of-experts targets with full, grouped, latent, compressed and linear attention.
 //! It follows "The economics of speculative decoding" (F. Finn, June 2026), whose published figures
 //! are this module's tests.
 //!

@@ -106,6 +106,15 @@ fn scaled_rotary_embeddings_are_written_for_engines() {
     };
     let (written, trained) = scaled(json!({"rope_type": "yarn", "factor": 2.0})).unwrap();
     assert_eq!(written["rope_parameters"]["original_max_position_embeddings"], trained);
+    // A null or 0 stands for the default, with which vLLM would compute.
+    let unset =
+        json!({"rope_type": "yarn", "factor": 2.0, "beta_fast": 0, "beta_slow": null, "truncate": null});
+    let (written, _) = scaled(unset).unwrap();
+    let settings = written["rope_parameters"].as_object().unwrap();
+    assert!(
+        ["beta_fast", "beta_slow", "truncate"].iter().all(|key| !settings.contains_key(*key)),
+        "{written}"
+    );
     for (scaling, words) in [
         (json!({"rope_type": "dynamic", "factor": 2.0}), "\"dynamic\" is not supported"),
         (

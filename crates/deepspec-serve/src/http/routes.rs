@@ -17,7 +17,7 @@ use axum::{Json, Router};
 use futures::StreamExt;
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 use super::auth::{AccessPolicy, check_content_type};
 use super::respond::{self, ResponseHeader};
@@ -86,12 +86,13 @@ impl App {
     async fn read_body(&self, request: Request) -> Result<Vec<u8>, Response> {
         let Limits { body: limit, client_timeout, .. } = self.limits;
         let mut chunks = request.into_body().into_data_stream();
-        match timeout(client_timeout, read_at_most(&mut chunks, limit)).await {
+        let deadline = Instant::now() + client_timeout;
+        match timeout_at(deadline, read_at_most(&mut chunks, limit)).await {
             Ok(Ok(Some(body))) => Ok(body),
             Ok(Ok(None)) => {
                 // A client that sends no more, or too slowly, gets the same answer.
-                let _ = timeout(client_timeout, drain(&mut chunks, limit.saturating_mul(DRAIN_LIMIT_FACTOR)))
-                    .await;
+                let rest = drain(&mut chunks, limit.saturating_mul(DRAIN_LIMIT_FACTOR));
+                let _ = timeout_at(deadline, rest).await;
                 let most = limit >> 20;
                 let large =
                     format!("the body is larger than {most} MB, which --max-body of this server allows");
