@@ -2,6 +2,7 @@
 //! the best draft length.
 
 mod config;
+mod hybrid;
 
 use std::path::{Path, PathBuf};
 
