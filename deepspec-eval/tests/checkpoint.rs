@@ -7,12 +7,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::{
-    answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, target_dir,
-    write_domino, write_drafter, write_dspark_v4, write_eagle3, write_mtp, write_peagle, write_xpress,
+    answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, run_on,
+    target_dir, write_domino, write_drafter, write_dspark_v4, write_eagle3, write_eagle3_for, write_mtp,
+    write_peagle, write_xpress,
 };
+use deepspec_checkpoint::DraftVocab;
 use deepspec_core::Tap;
 use deepspec_drafters::DSpark;
 use deepspec_models::{ModelConfig, load_embed_and_head, save_checkpoint};
+use deepspec_testkit::tiny;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -289,7 +292,7 @@ fn dspark_of_deepseek_v4_is_inspected_and_refused_elsewhere() {
 #[test]
 fn xpress_is_inspected_and_goes_to_speculators_and_back() {
     let root = tempfile::tempdir().unwrap();
-    let [own, away, back] = ["own", "away", "back"].map(|name| root.path().join(name));
+    let own = root.path().join("own");
     write_xpress(&own);
     let text = ok(deepspec_eval(&["checkpoint", "inspect", own.to_str().unwrap()]));
     for line in [
@@ -302,8 +305,6 @@ fn xpress_is_inspected_and_goes_to_speculators_and_back() {
         assert!(text.contains(line), "{line} in {text}");
     }
     assert!(!text.contains("problem"), "{text}");
-    ok(convert(&own, "speculators", &away, &[]));
-    ok(convert(&away, "reference", &back, &[]));
     let measured = |drafter: &Path, name: &str| {
         let out = root.path().join(name);
         run_ok(
@@ -313,14 +314,49 @@ fn xpress_is_inspected_and_goes_to_speculators_and_back() {
         );
         (answers(&out), results(&out)["suites"][0]["counts"].clone())
     };
-    assert_eq!(measured(&own, "one"), measured(&back, "other"));
+    let expected = measured(&own, "own-run");
+    let [away, back] = ["away", "back"].map(|name| root.path().join(name));
+    ok(convert(&own, "speculators", &away, &[]));
+    ok(convert(&away, "reference", &back, &[]));
+    assert_eq!(measured(&back, "back-run"), expected);
     for (to, reason) in [
+        ("z-lab", "no layout for xPress on the layers of DFlash 2"),
         ("vllm", "vLLM 0.32 has no xPress"),
         ("sglang", "SGLang has no xPress"),
         ("gguf", "llama.cpp has no xPress"),
     ] {
         assert_refused(&convert(&own, to, &root.path().join(to), &[]), 2, &[reason]);
     }
+}
+
+/// Public EAGLE-3 checkpoints have this layout, with a reduced vocabulary.
+#[test]
+fn an_eagle3_of_the_public_layout_is_converted_and_evaluated() {
+    let root = tempfile::tempdir().unwrap();
+    let [target, own, public, back] = ["target", "own", "public", "back"].map(|name| root.path().join(name));
+    fs::create_dir(&target).unwrap();
+    tiny::llama(&target);
+    let counts: Vec<u64> = (0..1024).map(|id| u64::from(id % 3 != 0)).collect();
+    let vocab = DraftVocab::most_frequent(&counts, 512).unwrap();
+    write_eagle3_for(&target, &own, ([None].as_slice(), [0, 1, 2]), Some(&vocab));
+    for (from, to, out) in [(&own, "specforge", &public), (&public, "reference", &back)] {
+        let [from, target, out] = [from, &target, out].map(|path| path.to_str().unwrap());
+        let models = ["--from", from, "--target", target, "--output-dir", out];
+        ok(deepspec_eval(&[&["checkpoint", "convert", "--to", to], &models[..]].concat()));
+    }
+    let tensors = Tensor::read_safetensors(public.join("model.safetensors")).unwrap();
+    for name in ["midlayer.self_attn.q_proj.weight", "d2t", "t2d", "lm_head.weight"] {
+        assert!(tensors.iter().any(|(known, _)| known == name), "{name}");
+    }
+    let measured = |draft: &str, name: &str| {
+        let out = root.path().join(name);
+        let few = ["--suite", "smoke-math", "--limit", "2", "--max-new-tokens", "12", "--temperature", "0"];
+        ok(run_on(&target, draft, &out, &[&few[..], &["--no-baseline"]].concat()));
+        (answers(&out), results(&out)["suites"][0]["counts"].clone())
+    };
+    let found = measured(back.to_str().unwrap(), "public-run");
+    assert_eq!(found, measured(own.to_str().unwrap(), "own-run"));
+    assert_eq!(found.0, measured("none", "plain").0);
 }
 
 #[test]

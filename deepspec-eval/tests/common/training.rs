@@ -4,11 +4,12 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use deepspec_core::Tap;
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
 use deepspec_drafters::{
-    DSparkProposer, DraftDecoder, DrafterPlan, LossDenominator, MtpConfig, MtpPlan, MtpSettings,
-    StepObjective, TrainSample, TrainableDrafter,
+    BlockSpec, ConfidenceSettings, DSparkConfig, DSparkObjective, DSparkPlan, DSparkProposer, DSparkSettings,
+    DraftDecoder, DrafterPlan, LossDenominator, LossRecipe, MtpConfig, MtpPlan, MtpSettings, StepObjective,
+    TrainSample, TrainableDrafter,
 };
 use deepspec_engine::{
     DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target, VerifyRule,
@@ -24,6 +25,8 @@ use super::repository;
 pub const GAMMA: usize = 5;
 /// Drafted tokens of an MTP-1 drafter.
 pub const MTP_DRAFTS: usize = 3;
+/// The target's layers whose hidden states a DSpark of these tests reads.
+pub const DSPARK_TAPS: [i64; 2] = [0, 2];
 /// The smoke suites.
 pub fn smoke() -> Vec<String> {
     ["smoke-math", "smoke-code", "smoke-chat"].map(String::from).into()
@@ -164,7 +167,40 @@ pub fn write_mtp_drafter(lessons: &Lessons, dir: &Path, steps: usize) {
     let settings = MtpSettings { num_speculative_steps: MTP_DRAFTS, ..MtpSettings::default() };
     let plan = MtpPlan::new(MtpConfig { decoder, settings }, StepObjective::new(0.6, MTP_DRAFTS));
     let samples = lessons.samples(&[], |out| (out.captured_states, out.hidden));
-    let trainee = train(&plan, target, steps, samples);
+    write_drafter(train(&plan, target, steps, samples).as_ref(), dir);
+}
+
+/// Writes to `dir` a DSpark of one layer, without a Markov head, that has learned the answers to the prompts.
+pub fn write_dspark_drafter(lessons: &Lessons, dir: &Path, mask_token_id: i64, steps: usize) {
+    let target = &lessons.target;
+    let model = ModelConfig::load(target).unwrap();
+    let taps = Tap::from_layer_ids(DSPARK_TAPS).unwrap();
+    let blocks = BlockSpec {
+        block_size: GAMMA,
+        slots: SlotTarget::AnchorPredicts,
+        mask_token_id,
+        causal: false,
+        num_anchors: 8,
+    };
+    let config = DSparkConfig {
+        decoder: DraftDecoder {
+            model: model.anchored_decoder(&[None]).unwrap(),
+            taps: taps.clone(),
+            num_target_layers: model.layers.len(),
+        },
+        settings: DSparkSettings {
+            blocks,
+            markov: None,
+            confidence: Some(ConfidenceSettings { with_markov: false }),
+        },
+    };
+    let loss = LossRecipe { ce_alpha: 1.0, soft_ce_alpha: 1.0, decay_gamma: 8.0, ..LossRecipe::NONE };
+    let plan = DSparkPlan::new(config, DSparkObjective { loss, confidence_alpha: 1.0 });
+    let samples = lessons.samples(&taps, |out| (out.captured_states, out.hidden));
+    write_drafter(train(&plan, target, steps, samples).as_ref(), dir);
+}
+
+fn write_drafter(trainee: &dyn TrainableDrafter, dir: &Path) {
     fs::create_dir(dir).unwrap();
     save(&dir.join("model.safetensors"), &trainee.checkpoint(), Kind::BFloat16).unwrap();
     fs::write(dir.join("config.json"), Value::Object(trainee.config_json()).to_string()).unwrap();

@@ -15,6 +15,7 @@ pub use speculators::read_speculative_tokens;
 
 use std::path::Path;
 
+use block_options::INNER_KEY;
 use serde_json::{Map, Value};
 
 use crate::drafter::Drafter;
@@ -39,6 +40,13 @@ pub fn read(
     }
     let architecture = fields.architecture()?;
     if let Some(found) = architecture {
+        let mut foreign = kinds.iter().flat_map(|kind| kind.classes);
+        // The authors of xPress named their class as the reference would, and took the config of z-lab.
+        if map.contains_key(INNER_KEY)
+            && let Some(class) = foreign.clone().find(|class| class.name == found)
+        {
+            return (class.read)(&fields, tensors, families);
+        }
         let of_family = |kind: &&&Reader| {
             let prefix = found.strip_suffix(kind.class);
             prefix.is_some_and(|prefix| families.iter().any(|family| family.prefix == prefix))
@@ -46,7 +54,6 @@ pub fn read(
         if let Some(kind) = kinds.iter().find(of_family) {
             return Ok((CheckpointFormat::Reference, reference::read(&fields, found, kind, known)?));
         }
-        let mut foreign = kinds.iter().flat_map(|kind| kind.classes);
         let is_language_model = found.ends_with("ForCausalLM");
         let has_tensors_of = |class: &ExternalClass| {
             let prefix = class.tensor_prefix.filter(|_| is_language_model);

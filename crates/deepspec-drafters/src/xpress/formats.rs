@@ -3,14 +3,16 @@
 use std::sync::Arc;
 
 use deepspec_checkpoint::{
-    CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineSupport, Fields, GgufParts,
-    KindSettings, Reader, Settings, Speculators, TensorShapes, json_map,
+    CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
+    EngineSupport, ExternalClass, Family, Fields, GgufParts, KindSettings, Reader, Settings, Speculators,
+    TensorShapes, json_map,
 };
 use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
 
 use super::model::{BACKBONE, CANDIDATES, RefinerRecipe, SELECTOR, XPressSettings, read_backbone};
-use crate::block_common::{BlockSpec, CONVOLUTION_KEYS, Convolution};
+use crate::block_common::formats::merge_outer_block_size;
+use crate::block_common::{BlockSpec, CONVOLUTION_KEYS, Convolution, IS_CAUSAL};
 use crate::draft_model::DrafterSettings as _;
 
 /// Reads checkpoints of xPress in all layouts.
@@ -32,8 +34,63 @@ pub static READER: Reader = Reader {
     reference: |fields, decoder| validate(XPressSettings::read(fields)?, fields, decoder),
     model_types: &["xpress"],
     speculators: read_speculators,
-    classes: &[],
+    classes: &[ExternalClass {
+        name: AUTHORS_CLASS,
+        tools: "the authors of xPress",
+        read: |fields, _, families| read_authors(fields, families),
+        tensor_prefix: None,
+    }],
 };
+
+/// Class in the authors' layout, which adds the refiner to z-lab's config of a DFlash. The reference's class of layers of Qwen3 has
+/// this name, too; the authors' config has a `dflash_config`.
+const AUTHORS_CLASS: &str = "Qwen3XPressModel";
+/// The authors' key for the inner width of the refiner's MLP.
+const MLP_WIDTH: &str = "xpress_mlp_hidden";
+/// The authors' key for the slots that the refiner mixes.
+const MIXED_SLOTS: &str = "xpress_block_size";
+/// Keys of the authors beside `dflash_config`. The last two choose kernels of vLLM.
+const AUTHORS_KEYS: [&str; 9] = [
+    "xpress_rank",
+    MLP_WIDTH,
+    MIXED_SLOTS,
+    "xpress_num_passes",
+    CANDIDATES,
+    BACKBONE,
+    SELECTOR,
+    "xpress_fused_kernel",
+    "xpress_compile_head",
+];
+
+/// Reads the layout of the authors' converter for vLLM.
+fn read_authors(
+    fields: &Fields,
+    families: &[Family],
+) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
+    let config = DflashConfig::read(fields, &AUTHORS_KEYS, families)?;
+    if config.slots == Some(SlotTarget::AnchorPredicts) {
+        return Err(fields.error("sample_from_anchor", "true; the slots of xPress fill in"));
+    }
+    let mut keys = merge_outer_block_size(fields, &config.inner)?;
+    let own = AUTHORS_KEYS.iter().filter_map(|key| Some((key.to_string(), fields.map.get(*key)?.clone())));
+    keys.extend(own);
+    if config.causal {
+        keys.insert(IS_CAUSAL.into(), true.into());
+    }
+    let (rank, width): (i64, i64) = (fields.required_size("xpress_rank")?, fields.required_size(MLP_WIDTH)?);
+    if width % rank != 0 {
+        return Err(fields.error(MLP_WIDTH, format!("{width} is no multiple of the rank {rank}")));
+    }
+    keys.insert("xpress_mlp_ratio".into(), (width / rank).into());
+    let merged = fields.with_map(&keys);
+    let settings = XPressSettings::read(&merged)?;
+    let size = settings.blocks.block_size as u64;
+    if let Some(found) = fields.size(MIXED_SLOTS)?.filter(|&found: &u64| found != size) {
+        return Err(fields.error(MIXED_SLOTS, format!("{found}, and the blocks have {size} slots")));
+    }
+    let settings = validate(settings, &merged, &config.decoder)?;
+    Ok((CheckpointFormat::Zlab, config.into_drafter(fields, AUTHORS_CLASS, settings)?))
+}
 
 /// Key of speculators for the refiner's passes.
 const PASSES: &str = "num_jacobi_passes";
@@ -150,11 +207,13 @@ impl KindSettings for XPressSettings {
 
     fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
         match to {
-            CheckpointFormat::Reference | CheckpointFormat::Speculators => None,
-            CheckpointFormat::Specforge
-            | CheckpointFormat::Zlab
-            | CheckpointFormat::Modelopt
-            | CheckpointFormat::DeepseekV4 => Some(format!("{to} has no layout for xPress")),
+            CheckpointFormat::Zlab if self.convolution.is_some() => {
+                Some(format!("{to} has no layout for xPress on the layers of DFlash 2"))
+            }
+            CheckpointFormat::Reference | CheckpointFormat::Speculators | CheckpointFormat::Zlab => None,
+            CheckpointFormat::Specforge | CheckpointFormat::Modelopt | CheckpointFormat::DeepseekV4 => {
+                Some(format!("{to} has no layout for xPress"))
+            }
         }
     }
 
@@ -179,6 +238,20 @@ impl KindSettings for XPressSettings {
             taps: Some("aux_hidden_state_layer_ids"),
             keys,
         })
+    }
+
+    fn dflash_config(&self, _: CheckpointFormat) -> Option<DflashConfigKeys> {
+        let BlockSpec { block_size, mask_token_id, .. } = self.blocks;
+        let top = json_map([
+            ("block_size", json!(block_size)),
+            ("sample_from_anchor", json!(false)),
+            ("xpress_rank", json!(self.rank)),
+            (MLP_WIDTH, json!(self.rank * self.mlp_ratio)),
+            (MIXED_SLOTS, json!(block_size)),
+            ("xpress_num_passes", json!(self.num_passes)),
+        ]);
+        let inner = json_map([("mask_token_id", json!(mask_token_id))]);
+        Some(DflashConfigKeys { class: AUTHORS_CLASS, top, inner })
     }
 
     fn renames(&self, format: CheckpointFormat) -> &'static [(&'static str, &'static str)] {

@@ -1,10 +1,10 @@
-//! xPress in speculators' layout, on both backbones, keys that are not supported, and refusals of other layouts and engines.
+//! xPress in the layouts of speculators and of its authors, on both backbones, keys that are not supported, and refusals of other layouts and engines.
 
 use deepspec_checkpoint::{CheckpointFormat, Engine, GgufExport, Target, convert_for_engine};
 use deepspec_drafters::open_checkpoint;
 use serde_json::{Value, json};
 
-use crate::common::{Folder, as_is, bytes, edited, golden, target};
+use crate::common::{Folder, as_is, bytes, edited, golden, target, write};
 use crate::convert::{converted, refusal};
 
 fn away() -> Folder {
@@ -139,10 +139,72 @@ fn other_forms_are_refused_by_name() {
     assert!(found.contains("_conv.") && found.contains("no use for it"), "{found}");
 }
 
+/// A checkpoint as the authors' converter for vLLM writes it: the config of z-lab's DFlash, and the refiner's keys.
+fn authors() -> Folder {
+    let own = golden("xpress");
+    let folder = edited(&own, |config| {
+        let inner = json!({
+            "mask_token_id": config["mask_token_id"], "target_layer_ids": config["target_layer_ids"],
+        });
+        let size = config["block_size"].clone();
+        let map = config.as_object_mut().unwrap();
+        for key in ["mask_token_id", "target_layer_ids", "num_anchors", "xpress_mlp_ratio"] {
+            map.remove(key);
+        }
+        let theirs = json!({
+            "dflash_config": inner, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "xpress_mlp_hidden": 16,
+            "xpress_block_size": size, "xpress_fused_kernel": false, "sample_from_anchor": false,
+        });
+        map.extend(theirs.as_object().unwrap().clone());
+    });
+    let mut tensors = bytes(&folder);
+    tensors.retain(|name, _| !name.starts_with("embed_tokens") && !name.starts_with("lm_head"));
+    write(&folder.path().join("model.safetensors"), &tensors);
+    folder
+}
+
+#[test]
+fn the_authors_layout_is_read_and_written() {
+    let (own, theirs) = (golden("xpress"), authors());
+    assert_eq!(open_checkpoint(theirs.path()).unwrap().format(), CheckpointFormat::Zlab);
+    let back = converted(&theirs, CheckpointFormat::Reference, Some(&target(&own)));
+    assert_eq!(bytes(&back), bytes(&own));
+    for key in ["xpress_rank", "xpress_mlp_ratio", "xpress_num_passes", "mask_token_id", "target_layer_ids"] {
+        assert_eq!(back.config()[key], own.config()[key], "{key}");
+    }
+    let written = converted(&own, CheckpointFormat::Zlab, Some(&target(&own)));
+    assert_eq!(bytes(&written), bytes(&theirs));
+    let keys = ["architectures", "dflash_config", "block_size", "sample_from_anchor", "xpress_rank"];
+    for key in [&keys[..], &["xpress_mlp_hidden", "xpress_block_size", "xpress_num_passes"]].concat() {
+        assert_eq!(written.config()[key], theirs.config()[key], "{key}");
+    }
+    type Edit = fn(&mut Value);
+    let wrong: [(Edit, &str); 6] = [
+        (
+            |config| config["xpress_mlp_hidden"] = json!(20),
+            "`xpress_mlp_hidden`: 20 is no multiple of the rank 8",
+        ),
+        (|config| config["xpress_mlp_hidden"] = Value::Null, "`xpress_mlp_hidden`: missing"),
+        (|config| config["xpress_block_size"] = json!(3), "`xpress_block_size`: 3, and the blocks have"),
+        (|config| config["sample_from_anchor"] = json!(true), "the slots of xPress fill in"),
+        (|config| config["xpress_candidate_topc"] = json!(8), "`xpress_candidate_topc`: 8, but only 0"),
+        (|config| config["xpress_selector"] = json!(true), "`xpress_selector`: a selector is not supported"),
+    ];
+    for (edit, hint) in wrong {
+        let told = open_checkpoint(edited(&theirs, edit).path()).map(drop).unwrap_err().to_string();
+        assert!(told.contains(hint), "{hint} not in: {told}");
+    }
+}
+
 #[test]
 fn other_layouts_and_engines_are_refused() {
     let own = golden("xpress");
-    for to in [CheckpointFormat::Specforge, CheckpointFormat::Zlab, CheckpointFormat::Modelopt] {
+    for (case, to) in [
+        ("xpress", CheckpointFormat::Specforge),
+        ("xpress", CheckpointFormat::Modelopt),
+        ("xpress_dflash2", CheckpointFormat::Zlab),
+    ] {
+        let own = golden(case);
         let told = refusal(&own, to, Some(&target(&own)));
         assert!(told.contains("has no layout for xPress"), "{told}");
     }
