@@ -121,7 +121,7 @@ fn what_cannot_be_read_is_named() {
         ("tokenizer.ggml.merges", Value::Texts(vec!["a c".into()]), "\"a c\" merges no two tokens"),
         ("tokenizer.ggml.token_type", Value::Integers(vec![1]), "1 for 6 tokens"),
         ("tokenizer.ggml.eos_token_id", Value::U32(6), "6 of a vocabulary of 6"),
-        ("llama.rope.scaling.type", text("yarn"), "yarn is not read"),
+        ("llama.rope.scaling.type", text("longrope"), "longrope is not read"),
         ("llama.attention.head_count", Value::U32(3), "heads are 2 wide"),
         ("llama.attention.head_count", Value::U32(0), "0; expected 1 or more"),
         ("llama.block_count", Value::U32(4_000_000_000), "4000000000 layers in 11 tensors"),
