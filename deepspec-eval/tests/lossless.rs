@@ -79,11 +79,15 @@ fn slots() -> &'static [usize] {
     if std::env::var_os("DEEPSPEC_TEST_FULL").is_some() { &[1, 4, 16] } else { &[1, 16] }
 }
 
+/// Prompts of each suite, unless all are asked for.
+const FEW: [&str; 2] = ["--limit", "24"];
+
 #[test]
 fn at_temperature_0_drafting_changes_no_token() {
     let tokenizer = ChatTokenizer::load(&common::target_dir()).unwrap();
     let mut target = target(1, &[]);
-    let plain = generate(None, 1, "0", &[]);
+    let few: &[&str] = if std::env::var_os("DEEPSPEC_TEST_FULL").is_some() { &[] } else { &FEW };
+    let plain = generate(None, 1, "0", few);
     let (mut compared, mut ties) = (0, 0);
     let mut compare = |what: String, found: &Answers| {
         compared += plain.len();
@@ -98,10 +102,11 @@ fn at_temperature_0_drafting_changes_no_token() {
             ties += 1;
         }
     };
-    compare("plain, 16 slots".into(), &generate(None, 16, "0", &[]));
-    let lanes = ["--replicas", "2"];
+    compare("plain, 16 slots".into(), &generate(None, 16, "0", few));
+    let lanes = [few, &["--replicas", "2"]].concat();
     compare("drafted, 2 lanes of 8 slots".into(), &generate(Some(drafter()), 16, "0", &lanes));
     for (args, ..) in variants() {
+        let args = [few, &args[..]].concat();
         for &slots in slots() {
             compare(format!("{args:?}, {slots} slots"), &generate(Some(drafter()), slots, "0", &args));
         }
@@ -240,11 +245,10 @@ fn greedy_answers_follow_the_recomputed_logits() {
 #[test]
 fn at_temperature_1_a_sample_does_not_depend_on_its_batch() {
     let (mut compared, mut ties) = (0, 0);
-    let few = ["--limit", "24"];
-    let plain = generate(None, 1, "1", &few);
-    let batched = generate(None, 16, "1", &few);
+    let plain = generate(None, 1, "1", &FEW);
+    let batched = generate(None, 16, "1", &FEW);
     for (args, options, policy) in variants() {
-        let with_few = [&args[..], &few].concat();
+        let with_few = [&args[..], &FEW].concat();
         let alone = generate(Some(drafter()), 1, "1", &with_few);
         assert_ne!(
             alone, plain,
