@@ -1,4 +1,4 @@
-//! Targets of a Gemma 4, of a mixture of experts and of a hybrid: their hidden states on disk, and their answers.
+//! Targets of every family: their hidden states on disk, and the answers of some.
 
 use std::fs;
 use std::path::Path;
@@ -11,30 +11,34 @@ use crate::process::{Server, lines, run, text};
 
 #[test]
 fn a_gemma4_target_is_captured_and_served() {
-    is_captured_and_served(&|dir| tiny::gemma4(dir, 512), "gemma4", 4);
-}
-
-#[test]
-fn a_mixture_of_experts_is_captured_and_served() {
-    is_captured_and_served(&|dir| tiny::target(dir, "qwen3_moe"), "qwen", 1023);
-}
-
-#[test]
-fn a_hybrid_is_captured_and_served() {
-    is_captured_and_served(&|dir| tiny::target(dir, "qwen3_5"), "qwen", 1023);
-}
-
-#[test]
-fn a_hybrid_with_experts_is_captured_and_served() {
-    is_captured_and_served(&|dir| tiny::target(dir, "qwen3_5_moe"), "qwen", 1023);
-}
-
-/// `write` makes the target. `chat` are the mask rules, and `mask` is the mask token.
-fn is_captured_and_served(write: &dyn Fn(&Path), chat: &str, mask: usize) {
     let dir = tempfile::tempdir().unwrap();
-    let (model, cache) = (dir.path().join("model"), dir.path().join("cache"));
-    fs::create_dir(&model).unwrap();
-    write(&model);
+    tiny::gemma4(dir.path(), 512);
+    is_captured(dir.path(), "gemma4", 4);
+    is_served(dir.path());
+}
+
+#[test]
+fn targets_of_other_families_are_captured() {
+    for family in tiny::OTHER_FAMILIES {
+        let dir = tempfile::tempdir().unwrap();
+        tiny::target(dir.path(), family);
+        is_captured(dir.path(), "qwen", 1023);
+    }
+}
+
+#[test]
+fn mixtures_of_experts_and_hybrids_are_served() {
+    for family in ["qwen3_moe", "qwen3_5", "qwen3_5_moe"] {
+        let dir = tempfile::tempdir().unwrap();
+        tiny::target(dir.path(), family);
+        is_served(dir.path());
+    }
+}
+
+/// Caches the states of some rows. `chat` are the mask rules, and `mask` is the mask token.
+fn is_captured(model: &Path, chat: &str, mask: usize) {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = dir.path().join("cache");
     let recipe = dir.path().join("recipe.yaml");
     let written = format!(
         "name: t\ntarget: {{model: '{}', layer_ids: [embedding, 1, 3]}}\n\
@@ -65,8 +69,11 @@ fn is_captured_and_served(write: &dyn Fn(&Path), chat: &str, mask: usize) {
     assert!(built.stdout.contains("5 rows = 5 kept"), "{built:?}");
     let verified = run(&["cache", "verify", &text(&cache)]);
     assert_eq!(verified.code, Some(0), "{verified:?}");
+}
 
-    let (server, http) = (Server::of(&text(&model), &[]), Http::new());
+/// Asks a server of this target the same questions one by one and together.
+fn is_served(model: &Path) {
+    let (server, http) = (Server::of(&text(model), &[]), Http::new());
     let bodies = ["Hello?", "And then?"].map(|prompt| ask(prompt, 12));
     let alone: Vec<_> = bodies.iter().map(|body| http.complete(&server.url, body)).collect();
     assert!(alone.iter().all(|answer| answer["usage"]["completion_tokens"].as_u64() > Some(0)), "{alone:?}");
