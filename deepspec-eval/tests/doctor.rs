@@ -13,15 +13,16 @@ use std::sync::OnceLock;
 
 use common::training::{GAMMA, Lessons, smoke, train};
 use common::{deepspec_eval, dspark_v4_settings, repository, target_dir};
+use deepspec_checkpoint::DraftVocab;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, Consistency, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DSparkV4Config,
-    DSparkV4Plan, DominoConfig, DominoObjective, DominoPlan, DominoSettings, DownSampling, DraftDecoder,
-    Eagle3Config, Eagle3Norms, Eagle3Objective, Eagle3Plan, Eagle3Settings, GruSettings, LambdaBase,
-    LossRecipe, MtpConfig, MtpPlan, MtpSettings, PEagleConfig, PEagleObjective, PEaglePlan, PEagleSettings,
-    StepObjective, Supervise, TrainSample, TrainableDrafter, XPressConfig, XPressObjective, XPressPlan,
-    XPressSettings,
+    BlockSpec, Consistency, Convolution, DFlash2Config, DFlash2Objective, DFlash2Plan, DFlash2Settings,
+    DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DSparkV4Config, DSparkV4Plan, DominoConfig,
+    DominoObjective, DominoPlan, DominoSettings, DownSampling, DraftDecoder, DrafterPlan, Eagle3Config,
+    Eagle3Norms, Eagle3Objective, Eagle3Plan, Eagle3Settings, GruSettings, LambdaBase, LossRecipe, MtpConfig,
+    MtpPlan, MtpSettings, PEagleConfig, PEagleObjective, PEaglePlan, PEagleSettings, StepObjective,
+    Supervise, TrainSample, TrainableDrafter, XPressConfig, XPressObjective, XPressPlan, XPressSettings,
 };
 use deepspec_models::{ModelConfig, save};
 use serde_json::{Value, json};
@@ -47,6 +48,8 @@ struct Training {
     slots: SlotTarget,
     /// Whether its blocks are causal.
     causal: bool,
+    /// Whether its heads have attention sinks.
+    sinks: bool,
     /// Whether the last layer's state is taken after the final norm.
     normed: bool,
     /// The chat template's `enable_thinking`.
@@ -59,6 +62,7 @@ const AS_USED: Training = Training {
     taps: TAPS,
     slots: SlotTarget::AnchorPredicts,
     causal: false,
+    sinks: false,
     normed: false,
     thinking: false,
     rows: 0..LIMIT,
@@ -78,12 +82,14 @@ fn samples(training: &Training) -> Vec<TrainSample> {
     })
 }
 
-fn block(taps: [i64; 3], slots: SlotTarget, causal: bool) -> DSparkPlan {
+fn block(training: &Training) -> DSparkPlan {
+    let &Training { slots, causal, sinks, .. } = training;
     let model = ModelConfig::load(&target_dir()).unwrap();
+    let decoder = model.draft_decoder(&[None]).unwrap();
     let config = DSparkConfig {
         decoder: DraftDecoder {
-            model: model.draft_decoder(&[None]).unwrap(),
-            taps: Tap::from_layer_ids(taps).unwrap(),
+            model: if sinks { decoder.with_attention_sinks().unwrap() } else { decoder },
+            taps: Tap::from_layer_ids(training.taps).unwrap(),
             num_target_layers: model.layers.len(),
         },
         settings: DSparkSettings {
@@ -102,23 +108,33 @@ fn block(taps: [i64; 3], slots: SlotTarget, causal: bool) -> DSparkPlan {
     DSparkPlan::new(config, DSparkObjective { loss, confidence_alpha: 0.0 })
 }
 
-/// The plan of an Eagle3 drafter.
-fn eagle3(taps: [i64; 3]) -> Eagle3Plan {
+/// The decoder of a drafter with one layer.
+fn decoder() -> DraftDecoder {
     let model = ModelConfig::load(&target_dir()).unwrap();
+    DraftDecoder {
+        model: model.draft_decoder(&[None]).unwrap(),
+        taps: Tap::from_layer_ids(TAPS).unwrap(),
+        num_target_layers: model.layers.len(),
+    }
+}
+
+/// The plan of an Eagle3 drafter.
+fn eagle3(draft_vocab: Option<DraftVocab>) -> Eagle3Plan {
     let config = Eagle3Config {
-        decoder: DraftDecoder {
-            model: model.draft_decoder(&[None]).unwrap(),
-            taps: Tap::from_layer_ids(taps).unwrap(),
-            num_target_layers: model.layers.len(),
+        decoder: decoder(),
+        settings: Eagle3Settings {
+            ttt_length: GAMMA,
+            step_loss_decay: 0.8,
+            draft_vocab_size: draft_vocab.as_ref().map(|vocab| vocab.tokens().len() as i64),
+            ..Eagle3Settings::default()
         },
-        settings: Eagle3Settings { ttt_length: GAMMA, step_loss_decay: 0.8, ..Eagle3Settings::default() },
     };
     let objective = Eagle3Objective {
         supervise: Supervise::Shifted,
         step_loss_decay: config.settings.step_loss_decay,
         normalization: LossNormalization::Global,
     };
-    Eagle3Plan::new(config, objective)
+    Eagle3Plan::new(config, objective).with_draft_vocab(draft_vocab)
 }
 
 /// A correctly used drafter.
@@ -135,8 +151,7 @@ fn base() -> &'static Path {
 }
 
 fn written(training: &Training) -> (TempDir, PathBuf) {
-    let plan = block(training.taps, training.slots, training.causal);
-    let trainee = train(&plan, &target_dir(), STEPS, samples(training));
+    let trainee = train(&block(training), &target_dir(), STEPS, samples(training));
     checkpoint(trainee.as_ref())
 }
 
@@ -235,14 +250,36 @@ fn taps_off_by_one_are_named_in_either_direction() {
 
 #[test]
 fn shifted_taps_of_eagle3_are_named() {
-    let trainee = train(&eagle3(TAPS), &target_dir(), EAGLE3_STEPS, samples(&AS_USED));
-    let (_root, dir) = checkpoint(trainee.as_ref());
-    assert_eq!(doctor(&dir, &[])["cause"], Value::Null);
+    let samples = || samples(&AS_USED);
+    let mut counts = vec![0; 1024];
+    samples().iter().flat_map(|sample| &sample.input_ids).for_each(|&id| counts[id as usize] += 1);
+    for draft_vocab in [None, Some(DraftVocab::most_frequent(&counts, 512).unwrap())] {
+        let trainee = train(&eagle3(draft_vocab), &target_dir(), EAGLE3_STEPS, samples());
+        let (_root, dir) = checkpoint(trainee.as_ref());
+        assert_eq!(doctor(&dir, &[])["cause"], Value::Null);
+        edit_config(&dir, "target_layer_ids", json!([1, 3, 5]));
+        assert_cause(&doctor(&dir, &[]), "taps", &["[0, 2, 4] instead of [1, 3, 5]"]);
+    }
+}
+
+/// Changes one key of a drafter's config.json.
+fn edit_config(dir: &Path, key: &str, value: Value) {
     let file = dir.join("config.json");
     let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-    config["target_layer_ids"] = json!([1, 3, 5]);
+    config[key] = value;
     fs::write(&file, config.to_string()).unwrap();
-    assert_cause(&doctor(&dir, &[]), "taps", &["[0, 2, 4] instead of [1, 3, 5]"]);
+}
+
+/// Trains a drafter whose mask token is 1023. It is in order, its accepted length exceeds `least`, and another
+/// mask token is named.
+fn assert_judged(plan: &dyn DrafterPlan, steps: usize, least: f64) {
+    let (_root, dir) = checkpoint(train(plan, &target_dir(), steps, samples(&AS_USED)).as_ref());
+    let report = doctor(&dir, &[]);
+    assert_eq!(report["cause"], Value::Null, "{report:#}");
+    let [real, estimated] = ["accepted_length", "estimated"].map(|key| report[key].as_f64().unwrap());
+    assert!(real > least && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
+    edit_config(&dir, "mask_token_id", json!(300));
+    assert_cause(&doctor(&dir, &[]), "mask_token", &["mask_token_id 1023 instead of 300"]);
 }
 
 #[test]
@@ -268,13 +305,8 @@ fn mtp_1_in_its_place_is_found_in_order() {
 
 #[test]
 fn p_eagle_in_its_place_is_found_in_order_and_another_mask_token_is_named() {
-    let model = ModelConfig::load(&target_dir()).unwrap();
     let config = PEagleConfig {
-        decoder: DraftDecoder {
-            model: model.draft_decoder(&[None]).unwrap(),
-            taps: Tap::from_layer_ids(TAPS).unwrap(),
-            num_target_layers: model.layers.len(),
-        },
+        decoder: decoder(),
         settings: PEagleSettings {
             num_depths: GAMMA,
             mask_token_id: 1023,
@@ -284,31 +316,12 @@ fn p_eagle_in_its_place_is_found_in_order_and_another_mask_token_is_named() {
     };
     let sampling = DownSampling { depths: GAMMA, ratio: 0.8, least_ratio: 0.2 };
     let plan = PEaglePlan::new(config, PEagleObjective { sampling, segments: 1 });
-    let trainee = train(&plan, &target_dir(), STEPS, samples(&AS_USED));
-    let (_root, dir) = checkpoint(trainee.as_ref());
-    let report = doctor(&dir, &[]);
-    assert_eq!(report["cause"], Value::Null, "{report:#}");
-    let (real, estimated) =
-        (report["accepted_length"].as_f64().unwrap(), report["estimated"].as_f64().unwrap());
-    assert!(real > 1.3 && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
-    let file = dir.join("config.json");
-    let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-    config["mask_token_id"] = json!(300);
-    fs::write(&file, config.to_string()).unwrap();
-    assert_cause(&doctor(&dir, &[]), "mask_token", &["mask_token_id 1023 instead of 300"]);
+    assert_judged(&plan, STEPS, 1.3);
 }
 
 #[test]
 fn dspark_of_deepseek_v4_in_its_place_is_found_in_order() {
-    let model = ModelConfig::load(&target_dir()).unwrap();
-    let config = DSparkV4Config {
-        decoder: DraftDecoder {
-            model: model.draft_decoder(&[None]).unwrap(),
-            taps: Tap::from_layer_ids(TAPS).unwrap(),
-            num_target_layers: model.layers.len(),
-        },
-        settings: dspark_v4_settings(),
-    };
+    let config = DSparkV4Config { decoder: decoder(), settings: dspark_v4_settings() };
     let loss = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE };
     let objective = DSparkObjective { loss, confidence_alpha: 1.0 };
     let plan = DSparkV4Plan::new(config, objective);
@@ -321,41 +334,47 @@ fn dspark_of_deepseek_v4_in_its_place_is_found_in_order() {
     assert!(real > 1.05 && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
 }
 
+/// Blocks whose first slot drafts nothing.
+const FILLED_BLOCKS: BlockSpec = BlockSpec {
+    block_size: GAMMA + 1,
+    slots: SlotTarget::FillIn,
+    mask_token_id: 1023,
+    causal: false,
+    num_anchors: 24,
+};
+
 #[test]
-fn xpress_in_its_place_is_found_in_order() {
-    let model = ModelConfig::load(&target_dir()).unwrap();
-    let config = XPressConfig {
-        decoder: DraftDecoder {
-            model: model.draft_decoder(&[None]).unwrap(),
-            taps: Tap::from_layer_ids(TAPS).unwrap(),
-            num_target_layers: model.layers.len(),
-        },
-        settings: XPressSettings {
-            blocks: BlockSpec {
-                block_size: GAMMA + 1,
-                slots: SlotTarget::FillIn,
-                mask_token_id: 1023,
-                causal: false,
-                num_anchors: 24,
-            },
-            rank: 16,
-            mlp_ratio: 2,
-            num_passes: 4,
-            convolution: None,
-        },
-    };
+fn xpress_in_its_place_is_found_in_order_and_another_mask_token_is_named() {
+    let settings =
+        XPressSettings { blocks: FILLED_BLOCKS, rank: 16, mlp_ratio: 2, num_passes: 4, convolution: None };
     let objective = XPressObjective {
         loss: LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE },
         consistency: Consistency::default(),
         base_alpha: 0.6,
     };
-    let trainee = train(&XPressPlan::new(config, objective), &target_dir(), STEPS / 2, samples(&AS_USED));
-    let (_root, dir) = checkpoint(trainee.as_ref());
-    let report = doctor(&dir, &[]);
-    assert_eq!(report["cause"], Value::Null, "{report:#}");
-    let (real, estimated) =
-        (report["accepted_length"].as_f64().unwrap(), report["estimated"].as_f64().unwrap());
-    assert!(real > 1.3 && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
+    assert_judged(&XPressPlan::new(XPressConfig { decoder: decoder(), settings }, objective), STEPS / 2, 1.3);
+}
+
+#[test]
+fn dflash2_in_its_place_is_found_in_order_and_another_mask_token_is_named() {
+    let settings = DFlash2Settings {
+        blocks: FILLED_BLOCKS,
+        convolution: Convolution::default(),
+        selector_rank: 16,
+        selector_top_k: 8,
+    };
+    let objective =
+        DFlash2Objective { loss: LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE }, selector_alpha: 1.0 };
+    assert_judged(
+        &DFlash2Plan::new(DFlash2Config { decoder: decoder(), settings }, objective),
+        STEPS / 2,
+        1.3,
+    );
+}
+
+#[test]
+fn dspark_with_attention_sinks_is_found_in_order_and_another_mask_token_is_named() {
+    assert_judged(&block(&Training { sinks: true, ..AS_USED }), STEPS, 1.5);
 }
 
 #[test]
@@ -464,13 +483,8 @@ fn a_state_after_the_final_norm_is_named() {
 
 #[test]
 fn domino_in_its_place_is_found_in_order_and_other_slots_are_named() {
-    let model = ModelConfig::load(&target_dir()).unwrap();
     let config = DominoConfig {
-        decoder: DraftDecoder {
-            model: model.draft_decoder(&[None]).unwrap(),
-            taps: Tap::from_layer_ids(TAPS).unwrap(),
-            num_target_layers: model.layers.len(),
-        },
+        decoder: decoder(),
         settings: DominoSettings {
             blocks: BlockSpec {
                 block_size: GAMMA,
