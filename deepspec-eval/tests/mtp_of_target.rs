@@ -3,12 +3,13 @@
 mod common;
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use common::training::{Lessons, smoke, write_mtp_drafter};
 use common::{Answers, answers, assert_refused, deepspec_eval, repository, results};
 use deepspec_testkit::tiny;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tch::Tensor;
 
 /// Answers and results of a greedy run.
@@ -96,10 +97,34 @@ fn a_merged_layer_drafts_as_its_drafter_does() {
         found["suites"].as_array().unwrap().iter().map(|suite| suite["counts"].clone()).collect()
     };
     assert_eq!(counts(&own), counts(&folder));
-    // Training may start from the extracted folder, which the run leaves.
-    assert!(dir("own").join("mtp/config.json").is_file());
 
-    // 4. MTP layers with experts are not read.
+    // 4. Training starts from the extracted layer, whose folder the run leaves, and the target takes the trained one.
+    let tuned = fine_tuned(root.path(), &merged, &dir("own").join("mtp"));
+    let again = dir("again");
+    let [from, into, out] = [&tuned, &merged, &again].map(|path| text(path));
+    let output = deepspec_eval(&[
+        "checkpoint",
+        "merge-mtp",
+        "--draft",
+        &from,
+        "--target",
+        &into,
+        "--output-dir",
+        &out,
+    ]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let (changed, learned) = (tensors(&again), tensors(&tuned));
+    let fusion = |of: &[(String, Tensor)], name: &str| {
+        of.iter().find(|(known, _)| known == name).unwrap().1.shallow_clone()
+    };
+    assert!(fusion(&changed, "mtp.fc.weight").equal(&fusion(&learned, "fc.weight")));
+    assert!(!fusion(&changed, "mtp.fc.weight").equal(find("mtp.fc.weight")));
+    let (from_tuned, found) = evaluated(&again, "mtp", &dir("tuned-run"));
+    assert_eq!(from_tuned, plain);
+    let after = found["overall"]["accepted_length"].as_f64().unwrap();
+    assert!(after > 1.5, "training began elsewhere: τ {after}");
+
+    // 5. MTP layers with experts are not read.
     let mixture = dir("mixture");
     fs::create_dir(&mixture).unwrap();
     tiny::target(&mixture, "qwen3_5_moe");
@@ -113,4 +138,32 @@ fn a_merged_layer_drafts_as_its_drafter_does() {
         let refused = deepspec_eval(&[command, &into_mixture].concat());
         assert_refused(&refused, 2, &["Qwen3.5-MoE hold no MTP layer that is read"]);
     }
+}
+
+/// Trains the MTP layer in `from` for a few steps, with states that `target` computes. Returns the checkpoint.
+fn fine_tuned(root: &Path, target: &Path, from: &Path) -> PathBuf {
+    let row = |id: usize| {
+        let answer = "The answer follows from what was said before. ".repeat(id + 1);
+        let said =
+            [json!({"role": "user", "content": "Hello?"}), json!({"role": "assistant", "content": answer})];
+        json!({"id": id.to_string(), "conversations": said}).to_string() + "\n"
+    };
+    fs::write(root.join("rows.jsonl"), (0..4).map(row).collect::<String>()).unwrap();
+    let recipe = json!({
+        "name": "tuned",
+        "target": {"model": target},
+        "drafter": {"mtp": {"num_speculative_steps": 3}},
+        "data": {"states": "online", "input": [root.join("rows.jsonl")], "chat_template": "qwen", "max_length": 256},
+        "train": {
+            "lr": 1e-5, "precision": "fp32", "local_batch_size": 2, "global_batch_size": 2, "max_train_steps": 2,
+            "init_from": from,
+        },
+        "logging": {"logging_steps": 1, "checkpointing_steps": 2, "output_dir": root.join("runs")},
+    });
+    let file = root.join("recipe.yaml");
+    fs::write(&file, recipe.to_string()).unwrap();
+    let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval")).with_file_name("deepspec-train");
+    let output = Command::new(program).arg("--config").arg(&file).args(["--device", "cpu"]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    root.join("runs/tuned/step_latest")
 }
