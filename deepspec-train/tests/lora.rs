@@ -22,7 +22,7 @@ const R: usize = 4;
 const LORA: &str = "train.lora={r: 4, lora_alpha: 6}";
 
 /// Every kind of drafter, and whether it needs all final states.
-const KINDS: [(&[&str], bool); 8] = [
+const KINDS: [(&[&str], bool); 9] = [
     (&["drafter.dspark.markov={type: rnn, rank: 8}"], false),
     (&["drafter={dflash: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6}}"], false),
     (
@@ -41,6 +41,14 @@ const KINDS: [(&[&str], bool); 8] = [
     (
         &[
             "drafter={xpress: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, refiner: {rank: 16}}}",
+        ],
+        false,
+    ),
+    (
+        &[
+            "drafter={dspark_v4: {block_size: 4, num_nextn_predict_layers: 1, mask_token_id: 1023, num_anchors: 6, markov_rank: 16, \
+             stage_config: {num_attention_heads: 2, head_dim: 16, qk_rope_head_dim: 8, q_lora_rank: 16, o_lora_rank: 16, o_groups: 2, \
+             sliding_window: 16, n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32}}}",
         ],
         false,
     ),
@@ -179,7 +187,8 @@ fn every_kind_of_drafter_learns_by_lora() {
         let last = optimizer(&lora, STEPS);
         let kept = tensors(&step(&lora, STEPS).join("train_state/lora_base.safetensors"));
         assert!(base.keys().eq(merged.keys()), "{kind:?}");
-        assert!(kept.keys().any(|name| name.ends_with("q_proj.weight")) && kept.contains_key("fc.weight"));
+        let is_query = |name: &String| name.ends_with("q_proj.weight") || name.ends_with("wq_b.weight");
+        assert!(kept.keys().any(is_query) && kept.contains_key("fc.weight"), "{kind:?}");
         for (name, base) in &base {
             let Some(kept) = kept.get(name) else {
                 assert!(merged[name].equal(base), "{kind:?}: {name} is frozen");

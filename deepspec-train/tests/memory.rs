@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 use common::Bench;
+use deepspec_checkpoint::DraftVocab;
 use deepspec_testkit::skip::{Kind, skip};
 use serde_json::{Value, json};
 
@@ -45,6 +46,20 @@ fn dflash(anchors: usize, block_size: usize) -> Value {
     let mut block = block(anchors, block_size, 2);
     block["loss"] = json!({"ce_alpha": 1.0, "l1_alpha": 0.0, "decay_gamma": 4.0});
     json!({"dflash": block})
+}
+
+/// DFlash with causal blocks.
+fn jetspec() -> Value {
+    let mut block = block(96, 8, 2);
+    block["causal"] = json!(true);
+    block["loss"] = json!({"kl_alpha": 1.0, "decay_gamma": 4.0});
+    json!({"dflash": block})
+}
+
+fn dspark_with_sinks() -> Value {
+    let mut drafter = dspark(96, 2);
+    drafter["dspark"]["attention_sinks"] = json!(true);
+    drafter
 }
 
 fn dflash2() -> Value {
@@ -242,6 +257,18 @@ fn dflash_with_long_blocks() {
 }
 
 #[test]
+fn jetspec_in_float32() {
+    Case { drafter: jetspec(), gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }
+        .check();
+}
+
+#[test]
+fn dspark_with_attention_sinks() {
+    let drafter = dspark_with_sinks();
+    Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 1024, recompute: false }.check();
+}
+
+#[test]
 fn xpress_with_three_rounds_on_dflash2() {
     Case { drafter: xpress(), gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }
         .check();
@@ -284,6 +311,16 @@ fn eagle3_in_bfloat16() {
     }
     Case { drafter: eagle3(), gemma: false, precision: "bf16", samples: 1, tokens: 1024, recompute: false }
         .check();
+}
+
+#[test]
+fn eagle3_with_a_reduced_vocabulary() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("vocab.safetensors");
+    DraftVocab::most_frequent(&[1; VOCAB], VOCAB / 4).unwrap().write(&file).unwrap();
+    let mut drafter = eagle3();
+    drafter["eagle3"]["draft_vocab"] = json!(file);
+    Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 640, recompute: false }.check();
 }
 
 #[test]

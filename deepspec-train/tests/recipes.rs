@@ -32,9 +32,10 @@ fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
             TARGETS.iter().map(move |target| (*algorithm, *target, path(algorithm, target)))
         })
         .chain(
-            ["domino", "mtp", "peagle", "xpress"]
+            ["domino", "jetspec", "mtp", "peagle", "xpress"]
                 .map(|algorithm| (algorithm, "qwen3_4b", path(algorithm, "qwen3_4b"))),
         )
+        .chain(["qwen3_5_4b"].map(|target| ("mtp", target, path("mtp", target))))
         .chain(["deepseek_v4_flash"].map(|target| ("dspark_v4", target, path("dspark_v4", target))))
         .chain(
             ["qwen3_30b_a3b", "gpt_oss_20b", "qwen3_5_4b", "qwen3_5_35b_a3b"]
@@ -97,27 +98,37 @@ fn all_of_the_reference_are_there_and_some_more() {
         };
         let (length, seed) = match algorithm {
             "eagle3" => ("ttt7", 0),
-            "mtp" => ("steps3", 0),
+            "mtp" if target == "qwen3_4b" => ("steps3", 0),
+            "mtp" => ("", 0),
             "peagle" => ("depths8", 0),
-            "domino" => ("block16", 42),
-            "xpress" => ("block16", 42),
+            "domino" | "jetspec" | "xpress" => ("block16", 42),
             "dspark_v4" => ("block5", 42),
             _ => ("block7", 42),
         };
         let taps: &[i64] = if algorithm == "mtp" { &[] } else { taps };
-        assert_eq!(recipe.name, format!("{algorithm}_{length}_{target}"));
+        let parts = [algorithm, length, target];
+        assert_eq!(
+            recipe.name,
+            parts.map(String::from).into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("_")
+        );
         assert_eq!(
             (recipe.target.model.as_str(), Tap::layer_ids(&recipe.target.layer_ids), recipe.seed),
             (model, taps.to_vec(), seed)
         );
         let train = &recipe.train;
+        // The MTP layer of Qwen3.5 is fine-tuned.
+        let (lr, batch, epochs, checkpoints) =
+            if length.is_empty() { (1e-4, 64, 3, 1000) } else { (6e-4, 512, 10, 3000) };
         assert_eq!(
             (train.lr, train.warmup_ratio, train.weight_decay, train.max_grad_norm),
-            (6e-4, 0.04, 0.0, 1.0)
+            (lr, 0.04, 0.0, 1.0)
         );
-        assert_eq!((train.local_batch_size, train.global_batch_size, train.num_train_epochs), (1, 512, 10));
+        assert_eq!(
+            (train.local_batch_size, train.global_batch_size, train.num_train_epochs),
+            (1, batch, epochs)
+        );
         assert_eq!((train.precision, recipe.data.max_length), (TrainDtype::Bf16, 4096));
-        assert_eq!((recipe.logging.logging_steps, recipe.logging.checkpointing_steps), (10, 3000));
+        assert_eq!((recipe.logging.logging_steps, recipe.logging.checkpointing_steps), (10, checkpoints));
         assert_eq!(recipe.logging.output_dir, "~/checkpoints/deepspec");
         if let DrafterSpec::PEagle(peagle) = &recipe.drafter {
             assert_eq!((peagle.num_draft_layers, peagle.num_depths, peagle.mask_token_id), (4, 8, mask));
@@ -131,6 +142,10 @@ fn all_of_the_reference_are_there_and_some_more() {
         } else if let DrafterSpec::DSparkV4(own) = &recipe.drafter {
             assert_eq!((own.block_size, own.num_nextn_predict_layers, own.mask_token_id), (5, 3, mask));
             assert_eq!(own.stage_config, StageSettings::default());
+        } else if algorithm == "jetspec" {
+            let DrafterSpec::DFlash(block) = &recipe.drafter else { panic!("a DFlash") };
+            assert_eq!((block.block_size, block.num_draft_layers, block.mask_token_id), (16, 5, mask));
+            assert!(block.causal);
         } else if algorithm.starts_with('d') {
             let (DrafterSpec::DSpark(block) | DrafterSpec::DFlash(block)) = recipe.drafter else {
                 panic!("a block drafter");
@@ -160,6 +175,48 @@ fn each_plans_at_full_size_without_its_target() {
             assert_eq!(plan["cache_bytes_per_token"], 30_720);
         }
     }
+}
+
+/// docs/training.md tells the sizes of some recipes, in its rounding.
+#[test]
+fn the_sizes_of_recipes_in_the_docs_are_those_of_their_plans() {
+    let docs = fs::read_to_string(workspace().join("docs/training.md")).unwrap();
+    let (_, table) =
+        docs.split_once("| recipe | trained weights | states of a token | memory of a process |").unwrap();
+    let rows: Vec<&str> = table.lines().skip(2).take_while(|line| line.starts_with('|')).collect();
+    assert!(rows.len() > 5, "{rows:?}");
+    for row in rows {
+        let [recipe, weights, states, memory] =
+            row.trim_matches('|').split('|').map(str::trim).collect::<Vec<_>>()[..]
+        else {
+            panic!("{row}");
+        };
+        let cache = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
+        command.arg("--config").arg(workspace().join(recipe.trim_matches('`'))).args(["--plan", "--json"]);
+        command.args(["--device", "cpu"]).env("HF_HUB_OFFLINE", "1");
+        command.env("HF_HUB_CACHE", cache.path()).env("HOME", cache.path());
+        let plan = parsed(&command.output().unwrap(), recipe);
+        let number = |found: &Value| found.as_f64().unwrap();
+        assert_rounded(weights, number(&plan["trainable_weights"]), 0.5, row);
+        assert_rounded(states, number(&plan["cache_bytes_per_token"]), 0.5, row);
+        // The program's own memory differs between machines.
+        assert_rounded(memory, number(&plan["memory_total"]), 2.0, row);
+    }
+}
+
+/// Asserts that `told`, a number with its unit, is `value` but for so many units of its last digit.
+fn assert_rounded(told: &str, value: f64, digits: f64, row: &str) {
+    let (number, unit) = told.split_once(' ').unwrap();
+    let unit = match unit {
+        "kB" => 1e3,
+        "M" => 1e6,
+        "B" | "GB" => 1e9,
+        other => panic!("{other}: {row}"),
+    };
+    let last = 0.1f64.powi(number.split_once('.').map_or(0, |(_, decimals)| decimals.len() as i32));
+    let off = (number.parse::<f64>().unwrap() - value / unit).abs();
+    assert!(off <= last * digits + 1e-9, "{row}: {told} beside {value}");
 }
 
 /// The estimates use manufacturers' figures for accelerators. The values here are shares of these
@@ -275,8 +332,9 @@ fn each_plans_and_runs_the_bench_at_small_sizes() {
             _ if recipe_has_blocks(algorithm) => &["mask_token_id=95", "num_anchors=6"],
             _ => &[],
         };
+        let section = if algorithm == "jetspec" { "dflash" } else { algorithm };
         for setting in smaller {
-            args.extend(["--set".to_string(), format!("drafter.{algorithm}.{setting}")]);
+            args.extend(["--set".to_string(), format!("drafter.{section}.{setting}")]);
         }
         args.push("--json".into());
         let with =
