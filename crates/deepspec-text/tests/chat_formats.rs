@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_models::chat_formats;
+use deepspec_testkit::conversations::tokenizers;
 use deepspec_text::{
     ChatTemplate, ChatTokenizer, Conversation, Message, Problem, RenderOptions, RowFindings, TextError,
     check_loss_mask, supervise,
@@ -84,13 +85,17 @@ const HARMONY: &str = "\
 
 /// The tiny target's tokenizer with another template, or with a list of named ones.
 fn tokenizer(template: impl Into<serde_json::Value>) -> ChatTokenizer {
-    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join(TINY);
+    with_template(&Path::new(env!("CARGO_MANIFEST_DIR")).join(TINY), template)
+}
+
+/// The tokenizer of a folder with another template.
+fn with_template(from: &Path, template: impl Into<serde_json::Value>) -> ChatTokenizer {
     let dir = tempfile::tempdir().unwrap();
     let mut config: serde_json::Value =
-        serde_json::from_slice(&fs::read(tiny.join("tokenizer_config.json")).unwrap()).unwrap();
+        serde_json::from_slice(&fs::read(from.join("tokenizer_config.json")).unwrap()).unwrap();
     config["chat_template"] = template.into();
     fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
-    fs::copy(tiny.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
+    fs::copy(from.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
     ChatTokenizer::load(dir.path()).unwrap()
 }
 
@@ -115,15 +120,33 @@ fn push(row: &mut serde_json::Value, message: serde_json::Value) {
     row["conversations"].as_array_mut().unwrap().push(message);
 }
 
-/// The supervised text of a row under the format `harmony`, and what the check finds. Spans follow each other.
+/// The supervised text of a row under the format `harmony`, and what the check finds. Spans follow each other. The
+/// tokenizer of gpt-oss, in which the marks are tokens, gives the same.
 fn taught_by_harmony(row: &serde_json::Value) -> Result<(String, RowFindings), TextError> {
-    let tokenizer = tokenizer(HARMONY);
+    let found = taught_with(&tokenizer(HARMONY), row);
+    if let Some(all) = tokenizers() {
+        let real = with_template(&all.join("gptoss"), HARMONY);
+        match (taught_with(&real, row), &found) {
+            (Ok((text, findings)), Ok((same, expected))) => {
+                assert_eq!((&text, findings.reasoning_left_out), (same, expected.reasoning_left_out));
+                assert_eq!(findings.problems.len(), expected.problems.len());
+            }
+            (real, found) => assert_eq!(real.is_err(), found.is_err(), "{row}"),
+        }
+    }
+    found
+}
+
+fn taught_with(
+    tokenizer: &ChatTokenizer,
+    row: &serde_json::Value,
+) -> Result<(String, RowFindings), TextError> {
     let harmony = ChatTemplate::from_name("harmony", &chat_formats()).unwrap();
     let conversation = Conversation::from_row(row.as_object().unwrap()).unwrap();
-    let supervised = supervise(&tokenizer, &harmony, &conversation, 512)?;
+    let supervised = supervise(tokenizer, &harmony, &conversation, 512)?;
     let ids = supervised.input_ids.iter().zip(&supervised.loss_mask);
     let ids: Vec<i64> = ids.filter_map(|(id, taught)| taught.then_some(*id)).collect();
-    let checked = check_loss_mask(&tokenizer, &harmony, &conversation, &supervised)?;
+    let checked = check_loss_mask(tokenizer, &harmony, &conversation, &supervised)?;
     Ok((tokenizer.decode(&ids, false).unwrap(), checked))
 }
 

@@ -141,6 +141,44 @@ fn real_tokenizers_do_as_in_transformers() {
     assert!(compared >= COMPARED, "{compared} conversations were compared");
 }
 
+/// Its package has no template. The one here writes every message between Harmony's marks.
+#[test]
+fn the_tokenizer_of_gpt_oss_does_as_in_transformers() {
+    let (Some(all), Some(python)) = (tokenizers(), skip::python("transformers")) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let file = "tokenizer_config.json";
+    let mut config: Value =
+        serde_json::from_slice(&fs::read(all.join("gptoss").join(file)).unwrap()).unwrap();
+    config["chat_template"] = json!(
+        "{%- for m in messages -%}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endfor -%}"
+    );
+    fs::write(dir.path().join(file), config.to_string()).unwrap();
+    fs::copy(all.join("gptoss/tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
+    let mut random = Conversations::new("gptoss");
+    let case = |messages: Vec<Value>| {
+        json!({
+            "dir": dir.path(), "header": "<|start|>assistant<|message|>", "end": "<|end|>", "messages": messages,
+            "tools": null, "thinking": null,
+        })
+    };
+    let cases: Vec<Value> = (0..300).map(|_| case(random.conversation().0)).collect();
+    let answers = transformers(&python, &cases, dir.path());
+    let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
+    let mut compared = 0;
+    // Messages without text are refused by both.
+    for (case, answer) in cases.iter().zip(&answers).filter(|(_, answer)| !answer.is_null()) {
+        let row = Map::from_iter([("conversations".to_string(), case["messages"].clone())]);
+        let text = rendered(&tokenizer, &Conversation::from_row(&row).unwrap()).unwrap();
+        assert_eq!(text, answer["text"], "{case}");
+        let ids: Vec<i64> = serde_json::from_value(answer["ids"].clone()).unwrap();
+        assert_eq!(tokenizer.encode(&text).unwrap(), ids, "{case}");
+        assert_eq!(tokenizer.decode(&ids, false).unwrap(), answer["again"], "{case}");
+        assert_eq!(tokenizer.decode(&ids, true).unwrap(), answer["bare"], "{case}");
+        compared += 1;
+    }
+    assert!(compared > 50, "{compared} of 300 were compared");
+}
+
 /// A tokenizer that was written into a GGUF is restored from it: the name of its pre-tokenizer
 /// stands for the same pattern.
 #[test]
