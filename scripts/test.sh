@@ -46,39 +46,8 @@ scripts/setup.sh
 # Tests on a GPU that is none take it from there.
 scripts/standin.sh >/dev/null
 
-# A venv of its own: .venv may hold torch without the CUDA libraries that Python's `import torch` wants.
-if [ -z "${DEEPSPEC_TEST_PYTHON:-}" ]; then
-    venv=.venv-test
-    # The copy of the requirements is written last and so says that all of them are in.
-    if ! cmp -s scripts/requirements-test.txt "$venv/installed.txt" || ! "$venv/bin/python" -c ''; then
-        if ! python3 -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            echo "test: please install Python 3.11 or newer with its venv module (apt-get install python3-venv)" >&2
-            exit 1
-        fi
-        echo "test: installing the Python peers in $venv (3 GB to download)" >&2
-        "$venv/bin/python" -c 'import pip' 2>/dev/null || python3 -m venv --clear "$venv"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r scripts/requirements-test.txt
-        cp scripts/requirements-test.txt "$venv/installed.txt"
-    fi
-    DEEPSPEC_TEST_PYTHON=$PWD/$venv/bin/python
-fi
-export DEEPSPEC_TEST_PYTHON
-
-# speculators wants other versions of some packages than the peers above: a venv that looks into theirs behind its own.
-if [ -z "${DEEPSPEC_SPECULATORS_PYTHON:-}" ]; then
-    venv=.venv-speculators
-    if ! cmp -s scripts/requirements-speculators.txt "$venv/installed.txt" || ! "$venv/bin/python" -c 'import torch'; then
-        echo "test: installing speculators, SpecForge and SGLang in $venv (90 MB to download)" >&2
-        "$DEEPSPEC_TEST_PYTHON" -m venv --clear "$venv"
-        place=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-        "$DEEPSPEC_TEST_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$place/peers.pth"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r scripts/requirements-speculators.txt
-        cp scripts/requirements-speculators.txt "$venv/installed.txt"
-    fi
-    DEEPSPEC_SPECULATORS_PYTHON=$PWD/$venv/bin/python
-fi
-export DEEPSPEC_SPECULATORS_PYTHON
-
+found=$(scripts/test-python.sh)
+eval "$found"
 found=$(scripts/tokenizers.sh)
 eval "$found"
 
@@ -141,7 +110,7 @@ cargo test --workspace --release --no-fail-fast "$@" 2>&1 | tee "$check/cargo.lo
 
 # The golden suite on libtorch's operators alone: the references of our kernels, which a build without the feature runs.
 if [ $# = 0 ]; then
-    part cargo check --workspace --all-targets --release --no-default-features
+    part cargo check --workspace --release --no-default-features
     part cargo test --release --no-default-features -p deepspec-ops -p deepspec-models -p deepspec-drafters --lib --test 'golden*'
 fi
 # The check of a GPU, at toy size where there is none: with it the golden suite on `--device cuda`.

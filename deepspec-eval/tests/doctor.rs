@@ -34,7 +34,7 @@ const LIMIT: usize = 3;
 const TOKENS: usize = 40;
 /// Rows and tokens if the prompts are new to the drafter.
 const NEW: [usize; 2] = [12, 48];
-const STEPS: usize = 400;
+const STEPS: usize = 280;
 /// Eagle3 learns from whole sequences.
 const EAGLE3_STEPS: usize = 80;
 const TAPS: [i64; 3] = [0, 2, 4];
