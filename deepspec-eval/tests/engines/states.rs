@@ -144,7 +144,7 @@ pub struct Build {
 }
 
 pub const PLAIN: Build = Build { dtype: "float32", interprets: false };
-const INTERPRETED: Build = Build { dtype: "float32", interprets: true };
+pub const INTERPRETED: Build = Build { dtype: "float32", interprets: true };
 
 fn row(index: usize) -> String {
     let answer: Vec<String> =
@@ -252,11 +252,11 @@ fn vllm_gives_the_states_of_the_tiny_target() {
 }
 
 /// From states to a drafter that vLLM serves, for mixtures of experts and a hybrid. The states of the mixtures equal our
-/// own; the hybrid's are not compared.
+/// own. Those of a hybrid in float32 are compared in `families`.
 #[test]
 fn mixtures_and_hybrids_are_trained_and_judged_by_vllm() {
     let (Some(vllm), Some(peers)) = (vllm_python(), python("transformers")) else { return };
-    // On a CPU, Gated DeltaNet runs in bfloat16 and by Triton's kernels only.
+    // As vLLM's own kernels for CPUs run Gated DeltaNet.
     let hybrid = Build { dtype: "bfloat16", interprets: true };
     for (kind, drafter, states, judged, compares_states) in [
         ("qwen3_moe", "dspark", PLAIN, INTERPRETED, true),
