@@ -348,6 +348,13 @@ fn an_eagle3_of_the_public_layout_is_converted_and_evaluated() {
     for name in ["midlayer.self_attn.q_proj.weight", "d2t", "t2d", "lm_head.weight"] {
         assert!(tensors.iter().any(|(known, _)| known == name), "{name}");
     }
+    let tensors = |dir: &Path| Tensor::read_safetensors(dir.join("model.safetensors")).unwrap();
+    let (here, there) = (tensors(&own), tensors(&back));
+    assert_eq!(here.len(), there.len());
+    for (name, tensor) in &here {
+        let (_, other) = there.iter().find(|(other, _)| other == name).unwrap_or_else(|| panic!("no {name}"));
+        assert!(tensor.equal(other), "{name}: {tensor:?} and {other:?}");
+    }
     let measured = |draft: &str, name: &str| {
         let out = root.path().join(name);
         let few = ["--suite", "smoke-math", "--limit", "2", "--max-new-tokens", "12", "--temperature", "0"];

@@ -42,7 +42,7 @@ pub fn read(
     if let Some(found) = architecture {
         let mut foreign = kinds.iter().flat_map(|kind| kind.classes);
         // The authors of xPress named their class as the reference would, and took the config of z-lab.
-        if map.contains_key(INNER_KEY)
+        if map.get(INNER_KEY).is_some_and(Value::is_object)
             && let Some(class) = foreign.clone().find(|class| class.name == found)
         {
             return (class.read)(&fields, tensors, families);
