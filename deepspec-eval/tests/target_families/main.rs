@@ -229,12 +229,17 @@ fn drafters_of_gpt_oss_and_of_a_dense_hybrid_are_lossless_judged_and_converted()
 }
 
 /// The doctor estimates more accepted tokens with the drafter's own mask token than with another one. The random gpt-oss
-/// repeats itself so much that any mask token will do.
+/// repeats itself so much that any layers and any mask token will do.
 fn check_doctor(family: &str) {
-    let estimated = |mask: i64| doctor(family, mask)["estimated"].as_f64().unwrap();
-    let (own, other) = (estimated(mask(family)), estimated(300));
-    let least = if family == "gpt_oss" { other } else { other + 0.1 };
-    assert!(own > 1.2 && own >= least, "{family}: {own} beside {other}");
+    let report = doctor(family, mask(family));
+    let own = report["estimated"].as_f64().unwrap();
+    assert!(own > 1.2, "{family}: {own}");
+    if family != "gpt_oss" {
+        // A drafter that has learned its answers by heart may underestimate itself.
+        assert!(report["cause"].is_null() || report["cause"] == "confidence", "{family}: {report:#}");
+        let other = doctor(family, 300)["estimated"].as_f64().unwrap();
+        assert!(own > other + 0.1, "{family}: {own} beside {other}");
+    }
 }
 
 fn check_whole(family: &str) {
@@ -252,8 +257,13 @@ fn check_whole(family: &str) {
         Path::new(&path(family, "target")),
         dir.path(),
     );
-    let (found, _) = run(family, back.to_str().unwrap(), &dir.path().join("converted"));
-    assert_eq!(found, expected, "{family}: as vLLM reads it");
+    let (found, converted) = run(family, back.to_str().unwrap(), &dir.path().join("converted"));
+    assert_eq!((found, counts(&converted)), (expected, counts(&results)), "{family}");
+}
+
+/// Cycles and accepted tokens of every suite.
+fn counts(results: &Value) -> Vec<Value> {
+    results["suites"].as_array().unwrap().iter().map(|suite| suite["counts"].clone()).collect()
 }
 
 /// Converts a drafter for vLLM and back, into folders in `dir`. Returns the last folder.
@@ -267,6 +277,7 @@ fn convert_to_vllm_and_back(draft: &Path, target: &Path, dir: &Path) -> PathBuf 
     }
     let inspected = deepspec_eval(&["checkpoint", "inspect", there.to_str().unwrap()]);
     let text = String::from_utf8(inspected.stdout).unwrap();
-    assert!(text.contains("vLLM") && !text.contains("problem"), "{text}");
+    let loads = |line: &str| line.contains("vLLM") && line.contains("loads it");
+    assert!(text.lines().any(loads) && !text.contains("problem"), "{text}");
     back
 }

@@ -12,7 +12,7 @@ use tempfile::TempDir;
 
 use crate::common::training::{Lessons, smoke, write_dspark_drafter};
 use crate::common::{answers, deepspec_eval, repository, results, run_on};
-use crate::{LIMIT, TOKENS, convert_to_vllm_and_back};
+use crate::{LIMIT, TOKENS, convert_to_vllm_and_back, counts};
 
 const MASK: i64 = 1023;
 const STEPS: usize = 150;
@@ -133,7 +133,8 @@ fn check(target: &Path, schemes: &[&str]) {
         write_dspark_drafter(&lessons, &draft, MASK, STEPS);
         bench.run(Path::new("none"), "undrafted");
         let expected = answers(&bench.path("undrafted"));
-        let tau = bench.run(&draft, "drafted")["overall"]["accepted_length"].as_f64().unwrap();
+        let drafted = bench.run(&draft, "drafted");
+        let tau = drafted["overall"]["accepted_length"].as_f64().unwrap();
         assert!(tau > 1.2, "{scheme}: {tau}");
         assert_eq!(answers(&bench.path("drafted")), expected, "{scheme}");
 
@@ -148,8 +149,9 @@ fn check(target: &Path, schemes: &[&str]) {
         let report: Value = serde_json::from_slice(&told.stdout).unwrap();
         assert!(report["estimated"].as_f64().unwrap() > 1.2, "{scheme}: {report:#}");
         let back = convert_to_vllm_and_back(Path::new(&draft), &bench.quantised, bench.root.path());
-        bench.run(&back, "as-vllm-reads-it");
-        assert_eq!(answers(&bench.path("as-vllm-reads-it")), expected, "{scheme}");
+        let converted = bench.run(&back, "converted");
+        assert_eq!(answers(&bench.path("converted")), expected, "{scheme}");
+        assert_eq!(counts(&converted), counts(&drafted), "{scheme}");
     }
 }
 
