@@ -4,6 +4,8 @@
     scripts/ablations.py [--demo runs/demo] [--jobs N]      by default as many runs at once as there are cores
     scripts/ablations.py --rates recipe                     with the learning rates of configs/tiny, without a search
     scripts/ablations.py --equal-time                       compares kinds in equal training time, too
+    scripts/ablations.py SECTION...                         only some tables: kinds, blocks, passes, latency, depths, options,
+                                                            objectives, variants, lengths
     scripts/ablations.py plots                              draws the page's tables into docs/images; runs nothing
     scripts/ablations.py kinds --target M --suite F --mask-token-id N [--rates 1e-3] [--set KEY=VALUE]...
                                                             compares the kinds on another target
@@ -114,6 +116,16 @@ DEPTHS = {
     "DSpark, 2 layers": ("dspark", ()),
     "DFlash, 5 layers": ("dflash", ("drafter.dflash.num_draft_layers=5",)),
 }
+# Options of the kinds that have them. The reduced vocabulary holds the most frequent half of the tokens.
+DRAFT_VOCAB, DRAFT_VOCAB_SIZE = "draft_vocab.safetensors", 512
+OPTIONS = {
+    "DSpark": ("dspark", ()),
+    "DSpark with attention sinks": ("dspark", (f"{BLOCK}.attention_sinks=true",)),
+    "P-EAGLE": ("peagle", ()),
+    f"P-EAGLE, {DRAFT_VOCAB_SIZE} tokens": ("peagle", (f"drafter.peagle.draft_vocab={DRAFT_VOCAB}",)),
+    "Eagle3, 1 layer": ("eagle3", ()),
+    f"Eagle3, 1 layer, {DRAFT_VOCAB_SIZE} tokens": ("eagle3", (f"drafter.eagle3.draft_vocab={DRAFT_VOCAB}",)),
+}
 
 
 class Bench:
@@ -166,7 +178,7 @@ class Bench:
         )
 
     def with_passes(self, name, count):
-        """Evaluates a trained xPress with another number of passes, one prompt at a time."""
+        """Accepted length of a trained xPress with another number of passes."""
         results = self.out / f"{name}.eval-passes{count}" / "results.json"
         if not results.is_file():
             with tempfile.TemporaryDirectory(dir=self.out) as folder:
@@ -174,15 +186,14 @@ class Bench:
                 shutil.copytree(self.out / name / "step_latest", draft)
                 config = json.loads((draft / "config.json").read_text())
                 (draft / "config.json").write_text(json.dumps({**config, "xpress_num_passes": count}))
-                self.evaluate(draft, results.parent, "--max-num-seqs", "1")
-        return results
+                self.evaluate(draft, results.parent)
+        return accepted_length(results)
 
-    def cycle_times(self, length, number):
-        """Seconds of drafting, of verification and of the whole in a cycle of one prompt, with `length` drafts of a new DSpark."""
-        name = f"latency-gamma{length}"
+    def cycle_times(self, drafter, sets, label, number):
+        """Seconds of drafting, of verification and of the whole in a cycle of one prompt, with a new drafter."""
+        name = file_name("latency", drafter, label)
         if not (self.out / name).is_dir():
-            sets = (f"{BLOCK}.block_size={length}",)
-            self.call("deepspec-train", *self.training("dspark", name, 1, SHORT, *sets), "--init-only")
+            self.call("deepspec-train", *self.training(drafter, name, 1, SHORT, *sets), "--init-only")
         results = self.out / f"{name}.eval{number}" / "results.json"
         if not results.is_file():
             self.evaluate(self.out / name / "step_0", results.parent, "--max-num-seqs", "1", "--limit", "2")
@@ -207,6 +218,13 @@ class Bench:
         plan = subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, check=True)
         return json.loads(plan.stdout)["trainable_weights"]
 
+    def count_draft_vocab(self):
+        """Writes the reduced vocabulary, from the answers that the drafters learn."""
+        if not (ROOT / self.demo / DRAFT_VOCAB).is_file():
+            recipe = ["--config", "configs/tiny/eagle3.yaml", "--set", f"target.model={self.target}"]
+            rows = ["--input", self.demo / "answers.jsonl", "--size", DRAFT_VOCAB_SIZE]
+            self.call("deepspec-data", "draft-vocab", *recipe, *rows, "--output", self.demo / DRAFT_VOCAB)
+
     def training(self, drafter, name, seed, steps, *sets):
         overrides = [
             f"data.states.cache={self.demo}/cache",
@@ -215,7 +233,7 @@ class Bench:
             f"name={name}",
             f"seed={seed}",
             f"train.max_train_steps={steps}",
-            *sets,
+            *(each.replace(DRAFT_VOCAB, f"{self.demo}/{DRAFT_VOCAB}") for each in sets),
             *self.of_target(drafter),
         ]
         flags = itertools.chain.from_iterable(("--set", each) for each in overrides)
@@ -251,12 +269,6 @@ def file_name(*parts):
 def accepted_length(results):
     """Mean over the suites."""
     return mean([suite["metrics"]["accepted_length"] for suite in json.loads(results.read_text())["suites"]])
-
-
-def seconds_of_drafting(results):
-    """Seconds of drafting in a cycle of one prompt."""
-    suites = json.loads(results.read_text())["suites"]
-    return sum(suite["timing"]["draft_s"] for suite in suites) / sum(suite["counts"]["cycles"] for suite in suites)
 
 
 def mean(values):
@@ -332,34 +344,42 @@ def spread(taus):
 
 
 def passes(bench, best):
-    """Passes of xPress's refiner over blocks of 15 drafts: accepted length and time of drafting."""
+    """Accepted length by the passes of xPress's refiner over blocks of 15 drafts."""
     drafter, sets = LONG_XPRESS
     label = next(label for label, row in LONG_BLOCKS.items() if row is LONG_XPRESS)
     lines = [
-        f"## Passes of xPress\n\nThe drafters above, {len(SEEDS)} seeds, on one thread, one prompt at a time.\n",
-        "| passes | τ | milliseconds of drafting in a cycle |",
-        "|---|---|---|",
+        f"## Passes of xPress\n\nThe drafters above, {len(SEEDS)} seeds.\n",
+        "| passes | τ |",
+        "|---|---|",
     ]
+    for trained in [bench.submit(drafter, seed, SHORT, best[drafter], sets, label) for seed in SEEDS]:
+        trained.result()
     names = [bench.name(drafter, seed, SHORT, best[drafter], label) for seed in SEEDS]
-    for count in PASSES:
-        results = [bench.with_passes(name, count) for name in names]
-        milliseconds = mean([seconds_of_drafting(each) for each in results]) * 1000
-        lines.append(f"| {count} | {spread([accepted_length(each) for each in results])} | {milliseconds:.2f} |")
+    lines += [f"| {count} | {spread([bench.with_passes(name, count) for name in names])} |" for count in PASSES]
     return lines
 
 
 def latency(bench):
-    """Time of a cycle of DSpark by the number of drafts. It does not depend on training, so that the drafters are new."""
+    """Time of a cycle by drafts and passes. It does not depend on training, so that the drafters are new."""
+    rows = {f"DSpark, γ {length}": ("dspark", (f"{BLOCK}.block_size={length}",)) for length in DRAFT_LENGTHS}
+    refiner = "drafter.xpress.refiner.num_passes"
+    rows |= {f"xPress, γ 15, passes: {count}": (LONG_XPRESS[0], (*LONG_XPRESS[1], f"{refiner}={count}")) for count in PASSES}
     lines = [
-        "## Time of a cycle\n\nDSpark, one prompt at a time on one thread; the fastest of three rounds.\n",
-        "| γ | ms of drafting | ms of verification | ms of a cycle |",
+        "## Time of a cycle\n\nOne prompt at a time on one thread; the fastest of three rounds.\n",
+        "| drafter | ms of drafting | ms of verification | ms of a cycle |",
         "|---|---|---|---|",
     ]
-    for length in DRAFT_LENGTHS:
-        rounds = [bench.cycle_times(length, number) for number in range(3)]
+    for label, (drafter, sets) in rows.items():
+        rounds = [bench.cycle_times(drafter, sets, label, number) for number in range(3)]
         drafting, verification, whole = (1000 * seconds for seconds in min(rounds, key=lambda times: times[-1]))
-        lines.append(f"| {length} | {drafting:.2f} | {verification:.2f} | {whole:.2f} |")
+        lines.append(f"| {label} | {drafting:.2f} | {verification:.2f} | {whole:.2f} |")
     return lines
+
+
+def options(bench, best, with_time):
+    """Attention sinks and reduced vocabularies."""
+    bench.count_draft_vocab()
+    return ["## Sinks and reduced vocabularies\n", *side_by_side(bench, best, OPTIONS, with_time)]
 
 
 def by_length(bench, best):
@@ -440,7 +460,7 @@ def objectives(bench, best):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["kinds", "plots"], help=argparse.SUPPRESS)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help="tables to make, or `plots`; by default all")
     parser.add_argument("--demo", type=Path, default=Path("runs/demo"))
     parser.add_argument("--rates", default="search", help="search, recipe, or one learning rate for all")
     parser.add_argument("--target", default=TOY)
@@ -452,32 +472,32 @@ def main():
     parser.add_argument("--equal-time", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    if args.what == "plots":
+    if args.sections == ["plots"]:
         for name, svg in ablations_plots.drawings((DOCS / "ablations.md").read_text()).items():
             (DOCS / "images" / name).write_text(svg)
         return
     if not (ROOT / args.demo / "cache" / "manifest.json").is_file():
         sys.exit(f"{args.demo}/cache is no cache; run scripts/demo.sh {args.demo} first")
-    if args.what != "kinds" and (args.steps, args.seeds) != (SHORT, len(SEEDS)):
+    if args.sections != ["kinds"] and (args.steps, args.seeds) != (SHORT, len(SEEDS)):
         parser.error("--steps and --seeds go with `kinds`")
-    if args.target != TOY and (args.what != "kinds" or args.mask_token_id is None):
+    if args.target != TOY and (args.sections != ["kinds"] or args.mask_token_id is None):
         parser.error("--target goes with `kinds` and --mask-token-id")
+    tables = {
+        "kinds": lambda: all_kinds(bench, best, args.equal_time, args.steps, SEEDS[: args.seeds]),
+        "blocks": lambda: ["## Blocks of 15 drafts\n", *side_by_side(bench, best, LONG_BLOCKS, args.equal_time)],
+        "passes": lambda: passes(bench, best),
+        "latency": lambda: latency(bench),
+        "depths": lambda: ["## DSpark with 2 layers and DFlash with 5\n", *side_by_side(bench, best, DEPTHS, args.equal_time)],
+        "options": lambda: options(bench, best, args.equal_time),
+        "objectives": lambda: objectives(bench, best),
+        "variants": lambda: variants(bench, best),
+        "lengths": lambda: by_length(bench, best),
+    }
+    if unknown := set(args.sections) - set(tables):
+        parser.error(f"no section {', '.join(sorted(unknown))}; expected some of {', '.join(tables)}, or plots alone")
     bench = Bench(args.demo, args.jobs, args.target, args.suite or SMOKE, args.mask_token_id, args.set)
     best, rates = best_rates(bench) if args.rates == "search" else (dict.fromkeys(KINDS, args.rates), None)
-    if args.what == "kinds":
-        print("\n".join(all_kinds(bench, best, args.equal_time, args.steps, SEEDS[: args.seeds])))
-        return
-    sections = [
-        *filter(None, [rates]),
-        all_kinds(bench, best, args.equal_time),
-        ["## Blocks of 15 drafts\n", *side_by_side(bench, best, LONG_BLOCKS, args.equal_time)],
-        passes(bench, best),
-        latency(bench),
-        ["## DSpark with 2 layers and DFlash with 5\n", *side_by_side(bench, best, DEPTHS, args.equal_time)],
-        objectives(bench, best),
-        variants(bench, best),
-        by_length(bench, best),
-    ]
+    sections = [*filter(None, [rates]), *(tables[name]() for name in args.sections or tables)]
     print("\n\n".join("\n".join(section) for section in sections))
 
 
