@@ -325,7 +325,7 @@ fn dspark_of_deepseek_v4_in_its_place_is_found_in_order() {
     let loss = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE };
     let objective = DSparkObjective { loss, confidence_alpha: 1.0 };
     let plan = DSparkV4Plan::new(config, objective);
-    let trainee = train(&plan, &target_dir(), STEPS / 4, samples(&AS_USED));
+    let trainee = train(&plan, &target_dir(), STEPS / 2, samples(&AS_USED));
     let (_root, dir) = checkpoint(trainee.as_ref());
     let report = doctor(&dir, &[]);
     assert_eq!(report["cause"], Value::Null, "{report:#}");
