@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use deepspec_models::chat_formats;
 use deepspec_testkit::conversations::tokenizers;
@@ -125,8 +126,10 @@ fn push(row: &mut serde_json::Value, message: serde_json::Value) {
 fn taught_by_harmony(row: &serde_json::Value) -> Result<(String, RowFindings), TextError> {
     let found = taught_with(&tokenizer(HARMONY), row);
     if let Some(all) = tokenizers() {
-        let real = with_template(&all.join("gptoss"), HARMONY);
-        match (taught_with(&real, row), &found) {
+        // It is read once, since it is large.
+        static REAL: OnceLock<ChatTokenizer> = OnceLock::new();
+        let real = REAL.get_or_init(|| with_template(&all.join("gptoss"), HARMONY));
+        match (taught_with(real, row), &found) {
             (Ok((text, findings)), Ok((same, expected))) => {
                 assert_eq!((&text, findings.reasoning_left_out), (same, expected.reasoning_left_out));
                 assert_eq!(findings.problems.len(), expected.problems.len());
