@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from safetensors.torch import load_file
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 reader = GGUFReader(sys.argv[1])
 weights, names = load_file(sys.argv[2]), json.load(open(sys.argv[3]))
@@ -34,6 +32,10 @@ def expected_of(source, shape):
         whole = weights[source["of"]].float()
         heads = whole.view(source["pairs"], 2, -1, whole.shape[-1])
         return heads.swapaxes(1, 2).reshape(whole.shape)
+    # Here, because it takes seconds and most files need none of it.
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     config = LlamaConfig(**json.load(open(source["config"])))
     plain = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     stretched, attention_factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu")
