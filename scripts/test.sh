@@ -110,7 +110,7 @@ cargo test --workspace --release --no-fail-fast "$@" 2>&1 | tee "$check/cargo.lo
 
 # The golden suite on libtorch's operators alone: the references of our kernels, which a build without the feature runs.
 if [ $# = 0 ]; then
-    part cargo check --workspace --release --no-default-features
+    part cargo check --workspace --all-targets --release --no-default-features
     part cargo test --release --no-default-features -p deepspec-ops -p deepspec-models -p deepspec-drafters --lib --test 'golden*'
 fi
 # The check of a GPU, at toy size where there is none: with it the golden suite on `--device cuda`.
