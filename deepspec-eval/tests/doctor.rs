@@ -270,37 +270,30 @@ fn edit_config(dir: &Path, key: &str, value: Value) {
     fs::write(&file, config.to_string()).unwrap();
 }
 
-/// Trains a drafter whose mask token is 1023. It is in order, its accepted length exceeds `least`, and another
-/// mask token is named.
-fn assert_judged(plan: &dyn DrafterPlan, steps: usize, least: f64) {
-    let (_root, dir) = checkpoint(train(plan, &target_dir(), steps, samples(&AS_USED)).as_ref());
+/// Trains a drafter, which is found in order and accepts more than `least`. Returns its folder and the report.
+fn found_in_order(plan: &dyn DrafterPlan, steps: usize, least: f64) -> (TempDir, PathBuf, Value) {
+    let (root, dir) = checkpoint(train(plan, &target_dir(), steps, samples(&AS_USED)).as_ref());
     let report = doctor(&dir, &[]);
     assert_eq!(report["cause"], Value::Null, "{report:#}");
     let [real, estimated] = ["accepted_length", "estimated"].map(|key| report[key].as_f64().unwrap());
     assert!(real > least && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
+    (root, dir, report)
+}
+
+/// [`found_in_order`] of a drafter whose mask token is 1023. Another mask token is named.
+fn assert_judged(plan: &dyn DrafterPlan, steps: usize, least: f64) {
+    let (_root, dir, _) = found_in_order(plan, steps, least);
     edit_config(&dir, "mask_token_id", json!(300));
     assert_cause(&doctor(&dir, &[]), "mask_token", &["mask_token_id 1023 instead of 300"]);
 }
 
 #[test]
 fn mtp_1_in_its_place_is_found_in_order() {
-    let model = ModelConfig::load(&target_dir()).unwrap();
     let config = MtpConfig {
-        decoder: DraftDecoder {
-            model: model.draft_decoder(&[None]).unwrap(),
-            taps: vec![],
-            num_target_layers: model.layers.len(),
-        },
+        decoder: DraftDecoder { taps: vec![], ..decoder() },
         settings: MtpSettings { num_speculative_steps: GAMMA, step_weight_beta: 0.6 },
     };
-    let plan = MtpPlan::new(config, StepObjective::new(0.6, GAMMA));
-    let trainee = train(&plan, &target_dir(), EAGLE3_STEPS, samples(&AS_USED));
-    let (_root, dir) = checkpoint(trainee.as_ref());
-    let report = doctor(&dir, &[]);
-    assert_eq!(report["cause"], Value::Null, "{report:#}");
-    let (real, estimated) =
-        (report["accepted_length"].as_f64().unwrap(), report["estimated"].as_f64().unwrap());
-    assert!(real > 1.3 && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
+    found_in_order(&MtpPlan::new(config, StepObjective::new(0.6, GAMMA)), EAGLE3_STEPS, 1.3);
 }
 
 #[test]
@@ -324,14 +317,7 @@ fn dspark_of_deepseek_v4_in_its_place_is_found_in_order() {
     let config = DSparkV4Config { decoder: decoder(), settings: dspark_v4_settings() };
     let loss = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE };
     let objective = DSparkObjective { loss, confidence_alpha: 1.0 };
-    let plan = DSparkV4Plan::new(config, objective);
-    let trainee = train(&plan, &target_dir(), STEPS / 2, samples(&AS_USED));
-    let (_root, dir) = checkpoint(trainee.as_ref());
-    let report = doctor(&dir, &[]);
-    assert_eq!(report["cause"], Value::Null, "{report:#}");
-    let (real, estimated) =
-        (report["accepted_length"].as_f64().unwrap(), report["estimated"].as_f64().unwrap());
-    assert!(real > 1.05 && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
+    found_in_order(&DSparkV4Plan::new(config, objective), STEPS / 2, 1.05);
 }
 
 /// Blocks whose first slot drafts nothing.
@@ -499,18 +485,9 @@ fn domino_in_its_place_is_found_in_order_and_other_slots_are_named() {
     let loss = LossRecipe { ce_alpha: 1.0, decay_gamma: 4.0, ..LossRecipe::NONE };
     let lambda_base = LambdaBase { start: 1.0, decay_ratio: 0.5 };
     let plan = DominoPlan::new(config, DominoObjective { loss, lambda_base });
-    let trainee = train(&plan, &target_dir(), STEPS, samples(&AS_USED));
-    let (_root, dir) = checkpoint(trainee.as_ref());
-    let report = doctor(&dir, &[]);
-    assert_eq!(report["cause"], Value::Null, "{report:#}");
-    let (real, estimated) =
-        (report["accepted_length"].as_f64().unwrap(), report["estimated"].as_f64().unwrap());
-    assert!(real > 1.2 && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
+    let (_root, dir, report) = found_in_order(&plan, STEPS, 1.2);
     // It may not have causal blocks, so that they are not tried.
     assert!(!report.to_string().contains("block_mask"), "{report:#}");
-    let file = dir.join("config.json");
-    let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-    config["sample_from_anchor"] = json!(false);
-    fs::write(&file, config.to_string()).unwrap();
+    edit_config(&dir, "sample_from_anchor", json!(false));
     assert_cause(&doctor(&dir, &[]), "slots", &["the other convention"]);
 }

@@ -4,10 +4,11 @@ mod common;
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use common::training::{Lessons, smoke, write_mtp_drafter};
-use common::{Answers, answers, assert_refused, deepspec_eval, repository, results};
+use common::{
+    Answers, answers, assert_refused, conversation_rows, deepspec_eval, program, repository, results,
+};
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
 use tch::Tensor;
@@ -142,13 +143,7 @@ fn a_merged_layer_drafts_as_its_drafter_does() {
 
 /// Trains the MTP layer in `from` for a few steps, with states that `target` computes. Returns the checkpoint.
 fn fine_tuned(root: &Path, target: &Path, from: &Path) -> PathBuf {
-    let row = |id: usize| {
-        let answer = "The answer follows from what was said before. ".repeat(id + 1);
-        let said =
-            [json!({"role": "user", "content": "Hello?"}), json!({"role": "assistant", "content": answer})];
-        json!({"id": id.to_string(), "conversations": said}).to_string() + "\n"
-    };
-    fs::write(root.join("rows.jsonl"), (0..4).map(row).collect::<String>()).unwrap();
+    fs::write(root.join("rows.jsonl"), conversation_rows(4)).unwrap();
     let recipe = json!({
         "name": "tuned",
         "target": {"model": target},
@@ -162,8 +157,8 @@ fn fine_tuned(root: &Path, target: &Path, from: &Path) -> PathBuf {
     });
     let file = root.join("recipe.yaml");
     fs::write(&file, recipe.to_string()).unwrap();
-    let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval")).with_file_name("deepspec-train");
-    let output = Command::new(program).arg("--config").arg(&file).args(["--device", "cpu"]).output().unwrap();
+    let output =
+        program("deepspec-train").arg("--config").arg(&file).args(["--device", "cpu"]).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     root.join("runs/tuned/step_latest")
 }

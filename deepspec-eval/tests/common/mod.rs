@@ -23,7 +23,7 @@ use deepspec_drafters::{
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
 use deepspec_testkit::noise;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 /// A path relative to the repository's root.
@@ -50,6 +50,22 @@ pub fn deepspec_eval_in(args: &[&str], variables: &[(&str, &str)]) -> Output {
 /// `run` on the tiny target and our suites, with these additional arguments.
 pub fn run(draft: &str, output_dir: &Path, args: &[&str]) -> Output {
     run_on(&target_dir(), draft, output_dir, args)
+}
+
+/// Another binary of the workspace.
+pub fn program(name: &str) -> Command {
+    Command::new(Path::new(env!("CARGO_BIN_EXE_deepspec-eval")).with_file_name(name))
+}
+
+/// JSONL of so many conversations, whose answers differ in length.
+pub fn conversation_rows(count: usize) -> String {
+    let row = |id: usize| {
+        let answer = "The answer follows from what was said before. ".repeat(id + 1);
+        let said =
+            [json!({"role": "user", "content": "Hello?"}), json!({"role": "assistant", "content": answer})];
+        json!({"id": id.to_string(), "conversations": said}).to_string() + "\n"
+    };
+    (0..count).map(row).collect()
 }
 
 /// As [`run`], with another target.

@@ -10,7 +10,7 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::common::{repository, results, run_on, target_dir};
+use crate::common::{program, repository, results, run_on, target_dir};
 use crate::drafters::{REAL_TAPS, RealModel, UNUSED};
 use crate::families::write_random_model;
 use crate::server::Server;
@@ -78,8 +78,7 @@ impl Bench {
     }
 
     fn program(&self, name: &str, args: &[&str]) -> Output {
-        let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval")).with_file_name(name);
-        Command::new(program).args(args).current_dir(self.root.path()).output().unwrap()
+        program(name).args(args).current_dir(self.root.path()).output().unwrap()
     }
 
     fn data(&self, args: &[&str]) -> Output {

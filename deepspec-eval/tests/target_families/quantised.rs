@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use deepspec_testkit::{skip, tiny};
-use serde_json::{Value, json};
+use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::common::training::{Lessons, smoke, write_dspark_drafter};
-use crate::common::{answers, deepspec_eval, repository, results, run_on};
+use crate::common::{answers, conversation_rows, deepspec_eval, program, repository, results, run_on};
 use crate::{LIMIT, TOKENS, convert_to_vllm_and_back, counts};
 
 const MASK: i64 = 1023;
@@ -51,15 +51,7 @@ impl Bench {
             }
             to
         });
-        let row = |id: usize| {
-            let answer = "The answer follows from what was said before. ".repeat(id + 1);
-            let said = [
-                json!({"role": "user", "content": "Hello?"}),
-                json!({"role": "assistant", "content": answer}),
-            ];
-            json!({"id": id.to_string(), "conversations": said}).to_string() + "\n"
-        };
-        fs::write(root.path().join("rows.jsonl"), (0..6).map(row).collect::<String>()).unwrap();
+        fs::write(root.path().join("rows.jsonl"), conversation_rows(6)).unwrap();
         let written = format!(
             "name: t\ntarget: {{model: '', layer_ids: [embedding, 1, 3]}}\n\
              drafter: {{dspark: {{block_size: 3, num_draft_layers: 1, mask_token_id: {MASK}, num_anchors: 4}}}}\n\
@@ -77,9 +69,8 @@ impl Bench {
 
     /// Runs another binary of the workspace with the recipe for `target`.
     fn program(&self, name: &str, target: &Path, args: &[&str]) {
-        let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval")).with_file_name(name);
         let model = format!("target.model={}", target.display());
-        let mut command = Command::new(program);
+        let mut command = program(name);
         command.args(args).args(["--config", "recipe.yaml", "--device", "cpu", "--set", &model]);
         let output = command.current_dir(self.root.path()).output().unwrap();
         assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
