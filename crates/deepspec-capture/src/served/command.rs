@@ -8,7 +8,7 @@ use deepspec_core::recipe::{DEFAULT_STATES_FOLDER, StateServers, TargetRecipe};
 use deepspec_hub::Repo;
 use deepspec_models::config::read_json;
 use deepspec_models::{ModelError, text_model_type};
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::layer_ids;
 
@@ -41,6 +41,10 @@ const WITHOUT_INTERFACE: [&str; 21] = [
     "stablelm",
 ];
 
+/// Beginnings of the config keys that describe recurrent layers: Mamba, Gated DeltaNet and other linear
+/// attention, short convolutions.
+const RECURRENT_KEYS: [&str; 5] = ["conv_", "hybrid_", "linear_", "mamba_", "ssm_"];
+
 /// A `vllm serve` command for the states of a recipe. It prints on one line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServeCommand {
@@ -50,6 +54,9 @@ pub struct ServeCommand {
     pub revision: Option<String>,
     /// Its `model_type`.
     pub model_type: String,
+    /// Whether it has recurrent layers. Behind a cached prefix, vLLM 0.32 returns wrong states of such
+    /// targets.
+    pub is_hybrid: bool,
     /// Layer ids, counted from the embedding.
     pub layer_ids: Vec<u32>,
     /// Folder of the servers' files.
@@ -78,10 +85,12 @@ impl ServeCommand {
         let (path, raw) = read_json(dir)?;
         let folder = servers.map_or(DEFAULT_STATES_FOLDER, StateServers::folder);
         let (model, revision) = split_revision(&target.model, target.revision.as_deref());
+        let model_type = text_model_type(&path, &raw)?;
         Ok(Self {
+            is_hybrid: has_recurrent_layers(&model_type, &raw),
             model,
             revision,
-            model_type: text_model_type(&path, &raw)?,
+            model_type,
             layer_ids: layer_ids(&target.layer_ids, layers),
             folder: env::expand_home(folder).display().to_string(),
             longest,
@@ -110,6 +119,9 @@ impl ServeCommand {
         if self.tensor_parallel > 1 {
             arguments.extend(["--tensor-parallel-size".into(), self.tensor_parallel.to_string()]);
         }
+        if self.is_hybrid {
+            arguments.push("--no-enable-prefix-caching".into());
+        }
         arguments.extend(["--speculative-config".into(), speculative.to_string()]);
         arguments.extend(["--kv-transfer-config".into(), transfer.to_string()]);
         if WITHOUT_INTERFACE.contains(&self.model_type.as_str()) {
@@ -118,6 +130,17 @@ impl ServeCommand {
         }
         arguments
     }
+}
+
+/// Whether a target has recurrent layers, by its config. Those of Qwen3.5 may leave all sizes to the defaults.
+fn has_recurrent_layers(model_type: &str, config: &Map<String, Value>) -> bool {
+    let text = config.get("text_config").and_then(Value::as_object).unwrap_or(config);
+    let is_key = |key: &String| RECURRENT_KEYS.iter().any(|begin| key.starts_with(begin));
+    let is_layer = |kind: &Value| kind.as_str().is_some_and(|kind| !kind.ends_with("attention"));
+    let mut kinds = text.get("layer_types").and_then(Value::as_array).into_iter().flatten();
+    text.keys().any(is_key)
+        || kinds.any(|kind| is_layer(kind) || kind == "linear_attention")
+        || model_type.starts_with("qwen3_5")
 }
 
 /// Splits `owner/name@revision`, which vLLM does not know. A path stays as it is.
@@ -154,11 +177,24 @@ mod tests {
     }
 
     #[test]
+    fn hybrids_are_known_by_their_config() {
+        let is_hybrid =
+            |model_type: &str, config: Value| has_recurrent_layers(model_type, config.as_object().unwrap());
+        assert!(is_hybrid("qwen3_5_text", json!({"hidden_size": 64})));
+        assert!(is_hybrid("qwen3_next", json!({"text_config": {"linear_num_value_heads": 2}})));
+        assert!(is_hybrid("lfm2", json!({"layer_types": ["full_attention", "conv"]})));
+        assert!(is_hybrid("other", json!({"layer_types": ["full_attention", "linear_attention"]})));
+        assert!(!is_hybrid("gpt_oss", json!({"layer_types": ["full_attention", "sliding_attention"]})));
+        assert!(!is_hybrid("qwen3", json!({"hidden_size": 64, "head_dim": 16})));
+    }
+
+    #[test]
     fn the_command_is_one_line_for_a_shell() {
         let command = ServeCommand {
             model: "Qwen/Qwen3-30B-A3B".into(),
             revision: Some("main".into()),
             model_type: "qwen3_moe".into(),
+            is_hybrid: false,
             layer_ids: vec![2, 24, 48],
             folder: "/dev/shm/deepspec-states".into(),
             longest: 4096,
@@ -181,6 +217,8 @@ mod tests {
                  --tensor-parallel-size 2 --speculative-config '{speculative}' --kv-transfer-config '{transfer}'"
             )
         );
+        let hybrid = ServeCommand { is_hybrid: true, ..command.clone() };
+        assert!(hybrid.to_string().contains(" --no-enable-prefix-caching "));
         let other = ServeCommand { model_type: "gemma3_text".into(), tensor_parallel: 1, ..command };
         assert!(
             other.to_string().ends_with(r#"--hf-overrides '{"architectures":["TransformersForCausalLM"]}'"#)
