@@ -100,7 +100,7 @@ evaluated() { [ -n "$(find "$run/eval" -name 'journal-*.jsonl' -size +0 2>/dev/n
 preempt() {
     local stage=$1 program=$2 urgent
     until_true "progress in $stage" "$3"
-    [ -z "$program" ] || kill -STOP $(processes "^$bin/$program")
+    [ -z "$program" ] || kill -STOP $(processes "^$bin/$program.*$work")
     urgent=$(sbatch --parsable --partition=urgent --nodes=2 --exclusive --output=/dev/null --wrap true)
     until_true "pre-emption of $stage" has "$stage" stopped
     until_true "end of $stage" requeued "$stage" "$4"
