@@ -4,14 +4,26 @@
 use std::env;
 use std::process::Command;
 
-use deepspec_ops::{device_memory, parse_device, reset_device_peak};
+use deepspec_ops::kv_attention::Chunk;
+use deepspec_ops::{
+    GatedDeltaCache, GatedDeltaInputs, GatedDeltaSpec, GatedDeltaWeights, device_memory, parse_device,
+    reset_device_peak,
+};
 use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 use tch::{Device, Kind, TchError, Tensor};
+
+/// Memory of a GPU, if a test names no other.
+const MEGABYTE: u64 = 1 << 20;
 
 /// Returns Ok in a process with stand-in GPUs. Otherwise runs the test `name` in a process with two
 /// of them, one megabyte each. Then returns that process's report, or None if this build is for
 /// real GPUs.
 fn lent(name: &str) -> Result<(), Option<Report>> {
+    lent_with(name, MEGABYTE)
+}
+
+/// As [`lent`], with GPUs of `bytes` bytes.
+fn lent_with(name: &str, bytes: u64) -> Result<(), Option<Report>> {
     if env::var_os("DEEPSPEC_STANDIN_DEVICES").is_some() {
         assert_eq!(parse_device("cuda"), Ok(Device::Cuda(0)));
         return Ok(());
@@ -24,7 +36,7 @@ fn lent(name: &str) -> Result<(), Option<Report>> {
     command
         .args(["--exact", name])
         .env("DEEPSPEC_STANDIN_DEVICES", "2")
-        .env("DEEPSPEC_STANDIN_MEMORY", "1048576");
+        .env("DEEPSPEC_STANDIN_MEMORY", bytes.to_string());
     let output = gpu.attach_with_report(&mut command, &report).output().unwrap();
     let said =
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
@@ -102,4 +114,67 @@ fn transfers_and_waits_are_counted() {
     let Some(found) = report else { return };
     let counts = ["uploads", "downloads", "waits", "peer_copies"].map(|what| found.operation_count(what));
     assert_eq!(counts, [2, 2, 3, 1]);
+}
+
+/// Bytes by which the stand-in rounds an allocation up, at most.
+const ROUNDING: u64 = 511;
+/// Sequences of the test below.
+const SLOTS: usize = 3;
+
+/// Plans count [`GatedDeltaSpec::sequence_bytes`] for a sequence in a layer: the states before and behind its last
+/// tokens, and the tokens' inputs and gates. Sequences take that much after 63 tokens, and no more after other ones.
+#[test]
+fn states_of_linear_attention_take_the_planned_memory() {
+    if lent_with("states_of_linear_attention_take_the_planned_memory", 64 * MEGABYTE).is_err() {
+        return;
+    }
+    let _no_grad = tch::no_grad_guard();
+    let (gpu, layers) = (Device::Cuda(1), 2);
+    let spec = GatedDeltaSpec { key_heads: 1, value_heads: 2, key_dim: 32, value_dim: 16, kernel: 4 };
+    let tensor = |shape: &[i64], kind| Tensor::ones(shape, (kind, gpu));
+    let weights = GatedDeltaWeights {
+        conv: tensor(&[spec.channels(), spec.kernel], Kind::Float),
+        decay_rate: tensor(&[spec.value_heads], Kind::Float),
+        dt_bias: tensor(&[spec.value_heads], Kind::Float),
+    };
+    let mut cache = GatedDeltaCache::new(vec![spec; layers], SLOTS, Kind::BFloat16, gpu);
+    let used = || device_memory(gpu).unwrap().in_use;
+    let before = used();
+    // Appends tokens to the sequences behind `past` ones, and returns the bytes that the sequences take.
+    let append = |cache: &mut GatedDeltaCache, past: [usize; SLOTS], lens: [usize; SLOTS]| {
+        let chunk = |slot| Chunk { slot, past_len: past[slot], len: lens[slot] };
+        let chunks: Vec<Chunk> = (0..SLOTS).map(chunk).collect();
+        let rows = lens.iter().sum::<usize>() as i64;
+        for layer in 0..layers {
+            let rows = |width| tensor(&[rows, width], Kind::BFloat16);
+            let heads = spec.value_heads;
+            let inputs = GatedDeltaInputs { qkv: rows(spec.channels()), a: rows(heads), b: rows(heads) };
+            drop(cache.forward(layer, &chunks, &inputs, &weights));
+        }
+        cache.commit_chunks(&chunks);
+        used() - before
+    };
+    let cut = |cache: &mut GatedDeltaCache, lens: [usize; SLOTS]| {
+        lens.into_iter().enumerate().for_each(|(slot, len)| cache.truncate(slot, len));
+    };
+
+    let planned = (SLOTS * cache.sequence_bytes()) as u64;
+    assert_eq!(cache.sequence_bytes(), layers * spec.sequence_bytes(Kind::BFloat16));
+    // Two states, inputs and two gates of each sequence and layer.
+    let most = planned + (SLOTS * layers * 5) as u64 * ROUNDING;
+    let full = append(&mut cache, [0; SLOTS], [63; SLOTS]);
+    assert!((planned..=most).contains(&full), "{full} bytes, {planned} were planned");
+    // Blocks of eight, of which some tokens are rejected, and the states that are rebuilt then.
+    let mut past = [63; SLOTS];
+    for kept in [[1, 4, 8], [8, 8, 2], [3, 1, 5]] {
+        let found = append(&mut cache, past, [8; SLOTS]);
+        assert!(found < planned, "{found} bytes after a block, {planned} were planned");
+        past = std::array::from_fn(|slot| past[slot] + kept[slot]);
+        cut(&mut cache, past);
+    }
+    cut(&mut cache, [0; SLOTS]);
+    assert_eq!(used(), before);
+    // Prompts of several chunks keep no more than their last tokens.
+    let found = append(&mut cache, [0; SLOTS], [150, 127, 64]);
+    assert!(found < planned, "{found} bytes after prompts, {planned} were planned");
 }

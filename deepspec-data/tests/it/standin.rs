@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use deepspec_testkit::fake_gpu::{FakeGpu, Report};
+use deepspec_testkit::tiny as random;
 use futures::future::join_all;
 use serde_json::{Value, json};
 
@@ -106,6 +107,18 @@ fn conversations_are_as_long_as_the_gpu_has_room_for() {
         );
         assert!(!hopeless.stderr.contains("--max-model-len"), "{hopeless:?}");
     }
+}
+
+/// A conversation of the hybrid takes 33 kB of keys and values, and 131 kB of states in three layers.
+#[test]
+fn states_of_a_hybrid_count_as_memory_of_conversations() {
+    let Some(gpu) = FakeGpu::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    random::target(dir.path(), "qwen3_5");
+    let mut command = serve(&text(dir.path()), &["--max-num-seqs", "2000", "--max-model-len", "64"]);
+    gpu.attach(&mut command).env("DEEPSPEC_STANDIN_MEMORY", "400000000");
+    let warning = Running::start(command).line_with("2000 conversations of 64 tokens take ");
+    assert!(warning.contains("take 0.33 GB"), "{warning}");
 }
 
 #[test]

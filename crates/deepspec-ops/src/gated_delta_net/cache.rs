@@ -181,7 +181,8 @@ impl GatedDeltaCache {
         let all = Rows {
             inputs: Tensor::cat(&[Tensor::stack(&columns, 0), rows(&inputs.qkv)], 1),
             log_decay: gate(&inputs.a, &rate),
-            beta: gate(&inputs.b, &|b| in_whole_vectors(b, |b| b.sigmoid())),
+            // A view would keep the padding in memory.
+            beta: gate(&inputs.b, &|b| in_whole_vectors(b, |b| b.sigmoid()).contiguous()),
         };
         // The state is kept before the last, incomplete chunk of 64.
         let kept = count % CHUNK;
