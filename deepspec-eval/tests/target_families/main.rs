@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use common::training::{DSPARK_TAPS, GAMMA, Lessons, smoke, write_dspark_drafter};
-use common::{answers, assert_refused, deepspec_eval, repository, results};
+use common::{answers, assert_refused, deepspec_eval, repository, results, run_on, target_dir};
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -123,6 +123,26 @@ fn a_hybrid_is_lossless_in_many_slots_and_refuses_trees_by_name() {
     assert!(!trees.status.success());
     let told = String::from_utf8_lossy(&trees.stderr);
     assert!(told.contains("the target verifies chains only"), "{told}");
+}
+
+/// A language model drafts as many tokens as it is told, and a hybrid rolls back 63. Two engines and two passes warn
+/// once.
+#[test]
+fn a_hybrid_says_how_many_of_longer_drafts_it_verifies() {
+    let dir = tempfile::tempdir().unwrap();
+    let (target, draft) = (dir.path().join("target"), target_dir());
+    fs::create_dir(&target).unwrap();
+    tiny::target(&target, "qwen3_5");
+    for (drafts, warnings) in [("64", 1), ("62", 0)] {
+        let mut args = vec!["--max-draft-tokens", drafts, "--max-new-tokens", "2", "--suite", "smoke-math"];
+        args.extend(["--limit", "2", "--replicas", "2", "--max-num-seqs", "2", "--no-baseline"]);
+        args.extend(["--other-rule", "on"]);
+        let output = run_on(&target, draft.to_str().unwrap(), &dir.path().join(drafts), &args);
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{told}");
+        let words = "drafts 64 tokens per step, and 62 of them are verified";
+        assert_eq!(told.matches(words).count(), warnings, "{told}");
+    }
 }
 
 fn check_run(family: &str) {

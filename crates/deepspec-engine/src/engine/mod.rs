@@ -12,6 +12,7 @@ mod uniforms;
 
 pub use guard::catch_out_of_memory;
 use std::collections::VecDeque;
+use std::sync::Once;
 use std::time::Instant;
 
 use deepspec_cost::planner::Planner;
@@ -174,6 +175,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             return Err(EngineError::TooLong { prompt, max_new_tokens, context });
         }
         self.check_trees()?;
+        self.warn_of_unverified_drafts();
         let vocab = self.target.vocab_size();
         if let Some(&token) = request.prompt.iter().find(|&&token| token < 0 || token >= vocab as i64) {
             return Err(EngineError::UnknownToken { token, vocab });
@@ -225,10 +227,31 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
     /// γ of the drafter, at most `max_draft_tokens` and what the target can roll back; 0 without a drafter.
     pub fn draft_len(&self) -> usize {
-        let block = self.proposer.as_ref().map_or(0, Proposer::draft_len);
+        let wanted = self.wanted_draft_len();
         // A block runs behind its anchor, and all of its rows may be rolled back.
-        let rollback = self.target.max_rollback().map(|rows| rows.saturating_sub(1));
-        [self.options.max_draft_tokens, rollback].into_iter().flatten().fold(block, usize::min)
+        self.target.max_rollback().map_or(wanted, |rows| wanted.min(rows.saturating_sub(1)))
+    }
+
+    /// As [`Engine::draft_len`] for a target that can roll back any number of tokens.
+    fn wanted_draft_len(&self) -> usize {
+        let block = self.proposer.as_ref().map_or(0, Proposer::draft_len);
+        self.options.max_draft_tokens.map_or(block, |most| block.min(most))
+    }
+
+    /// Warns once if the target cannot roll back as many tokens as the drafter drafts. Several engines may share a
+    /// drafter.
+    fn warn_of_unverified_drafts(&self) {
+        static TOLD: Once = Once::new();
+        let (wanted, verified) = (self.wanted_draft_len(), self.draft_len());
+        if verified < wanted {
+            TOLD.call_once(|| {
+                tracing::warn!(
+                    "the drafter drafts {wanted} tokens per step, and {verified} of them are verified: the target \
+                     rolls back {} tokens at most",
+                    verified + 1
+                );
+            });
+        }
     }
 
     /// Size of the target's vocabulary. Token ids of answers are below it.
