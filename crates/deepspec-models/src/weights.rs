@@ -185,9 +185,9 @@ impl Weights {
     /// If it is missing, has another shape or dtype, or cannot be read.
     pub fn get(&self, name: &str, shape: &[i64]) -> Result<Tensor, ModelError> {
         let Some((whole, size, first, part)) = self.find_fused(name, shape) else {
-            return self.get_stored(name, shape, 0..shape.first().copied().unwrap_or(1));
+            return Ok(self.to_own_kind(self.get_whole(name, shape)?));
         };
-        let own = self.get_stored(&whole, &size, first..first + part.rows)?;
+        let own = self.to_own_kind(self.get_stored(&whole, &size, first..first + part.rows)?);
         Ok(match &part.block_order {
             Some(order) => {
                 let blocks = own.view([-1, order.len() as i64, size[1]]);
@@ -197,7 +197,28 @@ impl Weights {
         })
     }
 
-    /// Reads the `rows` of a tensor of the given shape, along its first dimension.
+    /// As [`Weights::get`], in float32 whatever the dtype of the others.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub(crate) fn get_float32(&self, name: &str, shape: &[i64]) -> Result<Tensor, ModelError> {
+        Ok(self.get_whole(name, shape)?.to_kind(Kind::Float))
+    }
+
+    /// Converts a tensor of the file to the dtype of this reader.
+    fn to_own_kind(&self, tensor: Tensor) -> Tensor {
+        match self.kind {
+            Some(wanted) if !matches!(tensor.kind(), Kind::Int64 | Kind::Int) => tensor.to_kind(wanted),
+            _ => tensor,
+        }
+    }
+
+    /// Reads all rows of a tensor of the given shape, in the dtype of the file.
+    fn get_whole(&self, name: &str, shape: &[i64]) -> Result<Tensor, ModelError> {
+        self.get_stored(name, shape, 0..shape.first().copied().unwrap_or(1))
+    }
+
+    /// Reads the `rows` of a tensor of the given shape, along its first dimension, in the dtype of the file.
     fn get_stored(&self, name: &str, shape: &[i64], rows: Range<i64>) -> Result<Tensor, ModelError> {
         self.tensors.check_readable(name)?;
         let path = || self.tensors.dir().to_path_buf();
@@ -231,11 +252,7 @@ impl Weights {
             bytes = &bytes[rows.start as usize * row..rows.end as usize * row];
             *count = rows.end - rows.start;
         }
-        let tensor = Tensor::from_data_size(bytes, &size, kind).to_device(self.device);
-        Ok(match self.kind {
-            Some(wanted) if kind != Kind::Int64 && kind != Kind::Int => tensor.to_kind(wanted),
-            _ => tensor,
-        })
+        Ok(Tensor::from_data_size(bytes, &size, kind).to_device(self.device))
     }
 }
 

@@ -153,11 +153,23 @@ impl<'a> Builder<'a> {
         tensor
     }
 
+    /// As [`Builder::get`], in float32 whatever the dtype of the other parameters.
+    pub(super) fn get_float32(&self, name: &str, shape: &[i64], init: Init) -> Tensor {
+        let tensor = match self.source {
+            ParameterSource::Checkpoint(weights) => {
+                self.read_checkpoint(shape, || weights.get_float32(name, shape))
+            }
+            _ => self.read_tensor(name, shape, init).to_kind(Kind::Float),
+        };
+        self.named.borrow_mut().parameters.push((name.to_string(), tensor.shallow_clone()));
+        tensor
+    }
+
     /// The checkpoint's tensor `name` of the given shape, which holds several parameters; see [`Builder::given_weight`]. None
     /// for other sources, and after an error.
     pub(super) fn whole(&self, name: &str, shape: &[i64]) -> Option<Tensor> {
         let ParameterSource::Checkpoint(weights) = self.source else { return None };
-        let tensor = self.read_checkpoint(weights, name, shape);
+        let tensor = self.read_checkpoint(shape, || weights.get(name, shape));
         self.error.borrow().is_none().then_some(tensor)
     }
 
@@ -213,7 +225,7 @@ impl<'a> Builder<'a> {
 
     fn read_tensor(&self, name: &str, shape: &[i64], init: Init) -> Tensor {
         match &self.source {
-            ParameterSource::Checkpoint(weights) => self.read_checkpoint(weights, name, shape),
+            ParameterSource::Checkpoint(weights) => self.read_checkpoint(shape, || weights.get(name, shape)),
             ParameterSource::Shared(model) => model.tensor(name, shape),
             ParameterSource::Outline => Tensor::empty(shape, (Kind::BFloat16, HOST)),
             &ParameterSource::Fresh { seed, std, device, kind } => match init {
@@ -241,10 +253,10 @@ impl<'a> Builder<'a> {
 
     /// Reads a tensor of the checkpoint. After the first error, it reads nothing and returns empty tensors,
     /// because a broken config may ask for shapes that exceed memory.
-    fn read_checkpoint(&self, weights: &Weights, name: &str, shape: &[i64]) -> Tensor {
+    fn read_checkpoint(&self, shape: &[i64], read: impl FnOnce() -> Result<Tensor, ModelError>) -> Tensor {
         let mut error = self.error.borrow_mut();
         if error.is_none() {
-            match weights.get(name, shape) {
+            match read() {
                 Ok(tensor) => return tensor,
                 Err(found) => *error = Some(found),
             }

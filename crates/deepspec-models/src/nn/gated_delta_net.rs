@@ -69,7 +69,8 @@ impl GatedDeltaNet {
             weights: GatedDeltaWeights {
                 // After an error of the checkpoint, tensors are empty.
                 conv: if conv.numel() > 0 { conv.squeeze_dim(1) } else { conv },
-                decay_rate: float("A_log", &[heads], Init::Zeros).exp(),
+                // Published checkpoints store this tensor in float32 beside bfloat16, and vLLM and SGLang keep it so.
+                decay_rate: b.get_float32(&format!("{name}.A_log"), &[heads], Init::Zeros).exp(),
                 dt_bias: float("dt_bias", &[heads], Init::Ones),
             },
             norm: RmsNorm::new(b, &format!("{name}.norm"), spec.value_dim, layer.eps),
@@ -89,5 +90,43 @@ impl GatedDeltaNet {
         let gate = self.z_proj.forward(x).to_kind(Kind::Float).silu();
         let y = self.norm.forward(&y).to_kind(Kind::Float).view([-1, self.spec.value_width()]) * gate;
         self.out_proj.forward(&y.to_kind(x.kind()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use deepspec_testkit::tiny;
+    use tch::Device;
+
+    use super::*;
+    use crate::{ModelConfig, Weights};
+
+    #[test]
+    fn decays_are_not_rounded_to_the_dtype_of_the_model() {
+        let dir = tempfile::tempdir().unwrap();
+        tiny::target(dir.path(), "qwen3_5");
+        let open = |kind| Weights::open_target(dir.path(), "a test", Device::Cpu, kind).unwrap();
+        let stored = |kind, part: &str| {
+            open(kind).get(&format!("model.language_model.layers.2.linear_attn.{part}"), &[4]).unwrap()
+        };
+        let config = ModelConfig::load(dir.path()).unwrap();
+        let spec = &config.layers[2];
+        let name = "model.language_model.layers.2";
+        let found = |b: &Builder| {
+            let layer = LinearAttentionLayer::new(b, name, spec, spec.gated_delta.unwrap());
+            (layer.mixer.weights.decay_rate, layer.mixer.weights.dt_bias)
+        };
+        let weights = open(Kind::BFloat16);
+        let b = Builder::from_checkpoint(&weights);
+        let (decay_rate, dt_bias) = found(&b);
+        b.check().unwrap();
+        let exact = stored(Kind::Float, "A_log").exp();
+        let rounded = stored(Kind::BFloat16, "A_log").to_kind(Kind::Float).exp();
+        assert!(decay_rate.equal(&exact) && !decay_rate.equal(&rounded), "{decay_rate:?}");
+        // Published checkpoints store the other one in bfloat16.
+        assert!(dt_bias.equal(&stored(Kind::BFloat16, "dt_bias").to_kind(Kind::Float)));
+        // A model that shares the weights has equal ones.
+        let named = b.take_state_dict();
+        assert!(found(&Builder::from_state_dict(&named)).0.equal(&exact));
     }
 }
