@@ -263,7 +263,8 @@ def gptq(config, weights, *, bits, group_size, form="gptq", ordered=False):
         "desc_act": ordered,
         "sym": False,
         "checkpoint_format": form,
-        "dynamic": {"-:lm_head": {}},
+        # As published GPTQ checkpoints of Qwen3.5: one module without settings of its own, others left out.
+        "dynamic": {"lm_head": {}, "-:.*visual.*": {}},
     }
     return stored, expected
 
@@ -344,6 +345,19 @@ SCHEMES = {
 WITH_HEAD = ("fp8 rows", "packed int8 groups, asymmetric", "awq")
 
 
+# Endings of the weights that are quantised. Published Qwen3.5 checkpoints leave the gates of linear attention plain.
+QUANTISED = ("_proj.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
+
+
+def split_experts(tensors):
+    """Stores the stacked experts of Qwen3.5-MoE one by one, as its quantised checkpoints do."""
+    for name in [name for name in tensors if name.endswith(".experts.gate_up_proj")]:
+        prefix = name.removesuffix("gate_up_proj")
+        for expert, (gate_up, down) in enumerate(zip(tensors.pop(name), tensors.pop(f"{prefix}down_proj"))):
+            parts = dict(zip(("gate", "up", "down"), (*gate_up.chunk(2), down)))
+            tensors |= {f"{prefix}{expert}.{part}_proj.weight": weight for part, weight in parts.items()}
+
+
 def write(scheme, plain, out):
     tensors = load_file(plain / "model.safetensors")
     config = json.loads((plain / "config.json").read_text())
@@ -353,7 +367,8 @@ def write(scheme, plain, out):
     if scheme == "mxfp4":
         stored, values = mxfp4(config, tensors)
     else:
-        modules = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+        split_experts(tensors)
+        modules = [name.removesuffix(".weight") for name in tensors if name.endswith(QUANTISED)]
         modules += ["lm_head"] if scheme in WITH_HEAD else []
         weights = {module: tensors.pop(f"{module}.weight") for module in modules}
         stored, values = SCHEMES[scheme](config, weights)

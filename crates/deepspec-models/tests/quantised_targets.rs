@@ -160,6 +160,18 @@ fn zero_biases_of_gptq_are_left_out() {
     assert!(told.contains("model.layers.1.mlp.down_proj.bias") && told.contains("no place"), "{told}");
 }
 
+/// Quantised checkpoints of Qwen3.5-MoE store experts one by one, and quantise projections of linear attention, too. Plain
+/// ones stack the experts.
+#[test]
+fn experts_and_linear_attention_of_a_hybrid_are_quantised() {
+    let plain = tempfile::tempdir().unwrap();
+    tiny::target(plain.path(), "qwen3_5_moe");
+    check(
+        plain.path(),
+        &["fp8 blocks", "compressed float8 channels", "packed int4 groups, asymmetric", "awq"],
+    );
+}
+
 /// Phi-4 stores three projections as one tensor, and two others as another.
 #[test]
 fn fused_weights_are_read_in_parts() {

@@ -4,6 +4,8 @@
 //! `scales [groups, out]` and `g_idx [in]`. AWQ packs `qweight [in, out·b/32]` along the other dimension, and interleaves the
 //! numbers of a word.
 
+use serde_json::{Map, Value};
+
 use crate::quantised::TARGET_REMEDY;
 use crate::quantised::matrix::{Axis, Packing, SCALES, StoredMatrix, matrix_shape};
 use crate::quantised::module::{WEIGHT, check_bits};
@@ -41,10 +43,12 @@ impl Gptq {
         fields.require_text_if_present("pack_dtype", "int32")?;
         let problem = format!("the layout of Marlin is not read; {TARGET_REMEDY}");
         fields.refuse_if_on("is_marlin_format", &problem)?;
-        // Modules that are left out have no other settings.
+        // Modules that are left out have no settings, and neither have those with an empty object, as in Qwen3.5.
         let modules = fields.object("dynamic")?;
-        let mut modules = modules.iter().flat_map(|rules| rules.map.keys());
-        if let Some(rule) = modules.find(|rule| !rule.starts_with("-:")) {
+        let has_none =
+            |rule: &str, own: &Value| rule.starts_with("-:") || own.as_object().is_some_and(Map::is_empty);
+        let mut modules = modules.iter().flat_map(|rules| rules.map.iter());
+        if let Some((rule, _)) = modules.find(|(rule, own)| !has_none(rule, own)) {
             let problem = format!("\"{rule}\": settings of single modules are not read; {TARGET_REMEDY}");
             return Err(fields.error("dynamic", problem));
         }
