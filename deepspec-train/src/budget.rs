@@ -33,7 +33,7 @@ pub struct MemoryEstimate {
     /// Master weights, if separate, and the two moments, in float32.
     pub optimizer: u64,
     /// Activations, gradients of activations and loss buffers of the largest micro-batch, at their
-    /// peak.
+    /// peak. More if LoRA takes more before or behind a pass.
     pub activations: u64,
     /// Whether the activations were measured in a micro-step on the GPU. Otherwise they are an
     /// estimate.
@@ -151,7 +151,9 @@ impl MemoryEstimator<'_> {
             // LoRA drops the gradients of the target modules after each pass, so a measured pass has them among its activations.
             gradients: weights * gradients + if measured.is_none() { lora_targets } else { 0 },
             optimizer,
-            activations: measured.unwrap_or(largest.activations as u64),
+            // A pass has no activations yet when LoRA merges weights, and none any more when it adds up gradients.
+            activations: measured
+                .unwrap_or_else(|| (largest.activations as u64).max(self.weights.lora_working_bytes(kind))),
             activations_measured: measured.is_some(),
             loader: (held + locked) * largest.states + max_samples_ahead(self.recipe) as u64 * largest.sample,
             staged: staged * largest.states,

@@ -151,6 +151,11 @@ fn has_bfloat16_products() -> bool {
 impl Case {
     /// Runs both commands as a user would.
     fn check(self) {
+        self.check_with(&json!({}));
+    }
+
+    /// As [`Self::check`], with these further keys of `train`.
+    fn check_with(self, own: &Value) {
         let dir = tempfile::tempdir().unwrap();
         target(dir.path(), self.gemma);
         let layers: &[i64] = match () {
@@ -158,7 +163,7 @@ impl Case {
             () if self.drafter.get("gemma4_assistant").is_some() => &[9, 10],
             () => &[1, 3, 5],
         };
-        let recipe = json!({
+        let mut recipe = json!({
             "name": "memory",
             "target": {"model": dir.path(), "layer_ids": layers},
             "drafter": self.drafter,
@@ -177,6 +182,7 @@ impl Case {
             },
             "logging": {"output_dir": dir.path().join("out")}
         });
+        recipe["train"].as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
         let path = dir.path().join("recipe.yaml");
         fs::write(&path, recipe.to_string()).unwrap();
         let plan = asked(&path, &["--plan"]);
@@ -241,6 +247,14 @@ fn dspark_with_many_short_samples() {
 fn dspark_that_recomputes_its_layers() {
     let drafter = dspark(128, 6);
     Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 1024, recompute: true }.check();
+}
+
+/// LoRA holds target weights twice, and a backward pass computes their gradients. Neither plan nor bench reads the drafter.
+#[test]
+fn dspark_with_lora() {
+    let drafter = dspark(16, 6);
+    Case { drafter, gemma: false, precision: "fp32", samples: 1, tokens: 256, recompute: false }
+        .check_with(&json!({"lora": {"r": 16}, "init_from": "unread"}));
 }
 
 #[test]

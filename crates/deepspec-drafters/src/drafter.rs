@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use crate::block_common::BlockSpec;
-use crate::draft_model::{DraftDecoder, SampleSize};
+use crate::draft_model::{DraftDecoder, MERGE_BYTES, SampleSize};
 use crate::{LossDenominator, TrainSample};
 
 /// Options for loading a drafter.
@@ -142,6 +142,8 @@ pub struct ParamCounts {
     pub frozen: usize,
     /// Number of frozen parameters that LoRA updates. A process holds them twice, and a backward pass computes their gradients.
     pub lora_targets: usize,
+    /// Number of parameters of the largest weight that LoRA updates.
+    pub largest_lora_target: usize,
     /// Whether LoRA's matrices are the trainable parameters. They are merged into the drafter's weights.
     pub has_lora: bool,
 }
@@ -150,6 +152,16 @@ impl ParamCounts {
     /// Number of weights of the drafter that decodes and that a checkpoint holds, without embedding and LM head.
     pub fn drafter_weights(&self) -> usize {
         if self.has_lora { self.frozen } else { self.trainable + self.frozen }
+    }
+
+    /// Bytes that LoRA takes beside weights and gradients for a moment, in a model of dtype `kind`. Before a pass, when its
+    /// target weights have no gradients, one of them is merged at a time. Behind the pass, one gradient at a time becomes
+    /// float32.
+    pub fn lora_working_bytes(&self, kind: Kind) -> u64 {
+        let (largest, size) = (self.largest_lora_target as u64, kind.elt_size_in_bytes() as u64);
+        let merging = (largest * MERGE_BYTES).saturating_sub(self.lora_targets as u64 * size);
+        let gradient = if kind == Kind::Float { 0 } else { largest * 4 };
+        merging.max(gradient)
     }
 }
 
@@ -296,4 +308,22 @@ pub(crate) fn draft_autoregressively(
         draws.push(request.sampling.sample(&logits, &request.uniforms.select(1, k as i64)));
     }
     Proposal::stack(draws, None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lora_takes_more_than_a_pass_if_it_targets_few_weights() {
+        let of = |lora_targets, largest_lora_target, kind| {
+            let counts = ParamCounts { lora_targets, largest_lora_target, ..ParamCounts::default() };
+            counts.lora_working_bytes(kind)
+        };
+        // Gradients of float32 take less than the sum and its mask.
+        assert_eq!(of(100, 100, Kind::Float), 100);
+        assert_eq!(of(125, 100, Kind::Float), 0);
+        assert_eq!(of(100, 100, Kind::BFloat16), 400);
+        assert_eq!(of(0, 0, Kind::BFloat16), 0);
+    }
 }

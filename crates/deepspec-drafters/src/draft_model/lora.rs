@@ -9,6 +9,9 @@ use deepspec_models::nn::{Builder, Init, StateDict};
 use deepspec_ops::{grad_or_zeros, take_gradient};
 use tch::{Kind, Tensor};
 
+/// Bytes for each value of a weight while its sum is written: the sum in float32, and whether its update is 0.
+pub(crate) const MERGE_BYTES: u64 = 4 + 1;
+
 /// End of the name of a linear layer's weight.
 const WEIGHT: &str = ".weight";
 
@@ -75,14 +78,18 @@ impl LoraAdapters {
         }
     }
 
-    /// Writes the sums into the model's weights. A weight whose update is 0 keeps every bit.
+    /// Writes the sums into the model's weights, in place: [`MERGE_BYTES`] are taken for each value of one weight at a
+    /// time. A weight whose update is 0 keeps every bit.
     pub fn merge(&self) {
         let _guard = tch::no_grad_guard();
         for Target { weight, base, a, b, .. } in &self.targets {
-            let update = b.matmul(a) * self.scale;
+            let mut update = b.matmul(a).g_mul_scalar_(self.scale);
+            let is_zero = update.eq(0.0);
+            let mut weight = weight.shallow_clone();
+            weight.copy_(&update.g_add_(base));
+            drop(update);
             // −0 + 0 is 0, so the base is taken where nothing is added.
-            let sum = (base.to_kind(Kind::Float) + &update).to_kind(base.kind());
-            weight.shallow_clone().copy_(&base.where_self(&update.eq(0.0), &sum));
+            weight.copy_(&base.where_self(&is_zero, &weight));
         }
     }
 

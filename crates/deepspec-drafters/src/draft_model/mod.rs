@@ -26,6 +26,7 @@ pub use config::{DraftConfig, DraftDecoder, DrafterSettings};
 pub use cost::{PassRows, SampleSize};
 pub use kind::{DrafterKind, Plan, checkpoint_kind};
 pub use lora::LoraAdapters;
+pub(crate) use lora::MERGE_BYTES;
 pub use trained::TrainedParts;
 pub use warm_start::WarmStartCheck;
 

@@ -50,6 +50,7 @@ impl TrainedParts {
             *count += tensor.numel();
             if let Some((lora, _)) = self.lora.as_ref().filter(|(_, targets)| targets.contains(&name)) {
                 counts.lora_targets += tensor.numel();
+                counts.largest_lora_target = counts.largest_lora_target.max(tensor.numel());
                 counts.trainable += lora.r * tensor.size().iter().sum::<i64>() as usize;
             }
         }
