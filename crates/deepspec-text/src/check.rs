@@ -1,5 +1,7 @@
 //! Checks the loss mask of a conversation against its assistant messages and served prompts.
 
+use serde_json::Value;
+
 use crate::conversation::Conversation;
 use crate::error::TextError;
 use crate::mask::{Supervised, messages_of_ranges, strip_end_of_turn};
@@ -147,13 +149,15 @@ fn check_supervised_span(
         checked.calls_left_out += 1;
         return None;
     }
-    let named = |call: &serde_json::Value| {
-        let name = call.get("function").unwrap_or(call).get("name");
-        name.and_then(serde_json::Value::as_str).is_none_or(|name| written.contains(name))
-    };
     let same = match calls {
         [] => written == answer,
-        calls => written.contains(answer) && calls.iter().all(named),
+        calls => {
+            let count = written_calls(calls, written, [reasoning, answer]);
+            if count < calls.len() && calls.len() > 1 {
+                return Some(Problem::Calls { index, written: count, calls: calls.len() });
+            }
+            count == calls.len() && written.contains(answer)
+        }
     };
     let (part, said, found) = if !same {
         ("answer", answer, written)
@@ -164,6 +168,34 @@ fn check_supervised_span(
     };
     let at = said.chars().zip(found.chars()).take_while(|(a, b)| a == b).count();
     Some(Problem::Rewritten { index, part, said: excerpt(said, at), found: excerpt(found, at), at })
+}
+
+/// Number of calls whose function is named in `written`, once for each. Names within the message's own `texts` do not
+/// count, unless such a text is part of a call.
+fn written_calls(calls: &[Value], written: &str, texts: [&str; 2]) -> usize {
+    let is_in_call = |text: &str| calls.iter().any(|call| call.to_string().contains(text));
+    let mut rest = written.to_string();
+    for text in texts.into_iter().filter(|text| !is_in_call(text)) {
+        rest = rest.replacen(text, "", 1);
+    }
+    let name = |call: &Value| call.get("function").unwrap_or(call).get("name")?.as_str().map(str::to_owned);
+    let is_written = |&place: &usize| {
+        name(&calls[place]).is_none_or(|own| {
+            let earlier = calls[..place].iter().filter(|call| name(call).as_ref() == Some(&own)).count();
+            count_words(&rest, &own) > earlier
+        })
+    };
+    (0..calls.len()).filter(is_written).count()
+}
+
+/// How often `name` is in the text, other than as a part of a longer name.
+fn count_words(text: &str, name: &str) -> usize {
+    let is_of_name = |c: char| c.is_alphanumeric() || c == '_' || c == '-';
+    let is_whole = |&(start, _): &(usize, &str)| {
+        let (before, after) = (&text[..start], &text[start + name.len()..]);
+        !before.ends_with(is_of_name) && !after.starts_with(is_of_name)
+    };
+    text.match_indices(name).filter(is_whole).count()
 }
 
 /// The text around character `at`.

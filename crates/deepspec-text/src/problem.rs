@@ -39,6 +39,18 @@ pub enum Problem {
         /// The first different character, from 0.
         at: usize,
     },
+    /// Tool calls of an assistant message of which the template writes some only, as that of gpt-oss.
+    #[error(
+        "conversations[{index}]: the template writes {written} of the message's {calls} tool calls; give each call a message of its own"
+    )]
+    Calls {
+        /// The message's index, from 0.
+        index: usize,
+        /// Number of calls in the supervised text.
+        written: usize,
+        /// Number of the message's calls.
+        calls: usize,
+    },
     /// The training text does not begin with the served prompt of an answer.
     #[error(
         "conversations[{index}]: the template differs from the served one at token {at}: behind {before:?} the served prompt{thinking} has {served:?}, the training text {trained:?}"

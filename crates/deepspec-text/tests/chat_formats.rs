@@ -221,6 +221,25 @@ fn content_of_harmony_calls_is_analysis() {
     assert!(refused.ends_with("A result without a call."), "{refused}");
 }
 
+/// The template writes the first call of a message. A name in the reasoning is no call.
+#[test]
+fn later_calls_of_a_harmony_message_are_missed() {
+    for reasoning in ["", "First add these, then add those."] {
+        let mut row = row_with_call("", reasoning);
+        let calls = row["conversations"][4]["tool_calls"].as_array_mut().unwrap();
+        calls.push(calls[0].clone());
+        let (taught, checked) = taught_by_harmony(&row).unwrap();
+        assert_eq!(taught.matches("<|call|>").count(), 1, "{taught}");
+        let problems = &checked.problems[..];
+        assert!(
+            matches!(problems, [Problem::Calls { index: 4, written: 1, calls: 2 }]),
+            "{reasoning}: {problems:?}"
+        );
+        let told = problems[0].to_string();
+        assert!(told.starts_with("conversations[4]: the template writes 1 of the message's 2 tool calls"));
+    }
+}
+
 /// Reasoning reaches a template as `message.thinking` only if this template does not read `reasoning_content`.
 #[test]
 fn templates_get_reasoning_under_one_name() {

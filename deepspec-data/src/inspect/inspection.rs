@@ -130,7 +130,8 @@ impl Inspection {
         let any = |kind: fn(&Problem) -> bool| usize::from(problems.iter().any(kind));
         summary.empty_masks += any(|problem| matches!(problem, Problem::Empty { .. }));
         summary.other_words += any(|problem| {
-            matches!(problem, Problem::Stray { .. } | Problem::Missing { .. } | Problem::Rewritten { .. })
+            use Problem::{Calls, Missing, Rewritten, Stray};
+            matches!(problem, Stray { .. } | Missing { .. } | Rewritten { .. } | Calls { .. })
         });
         summary.other_prompts +=
             any(|problem| matches!(problem, Problem::Served { .. } | Problem::Unservable { .. }));
