@@ -4,7 +4,7 @@ use deepspec_cost::economics::{Attention, FeedForward, Layer, Precision, Target}
 use deepspec_models::config::MAX_LAYERS;
 use serde_json::Value;
 
-use super::hybrid;
+use super::hybrid::{self, Mixer};
 
 /// Entries of `layer_types` for layers with a KV cache. Others, such as `mamba` and `conv`, have none.
 const ATTENTION_TYPES: [&str; 4] = ["attention", "chunked_attention", "full_attention", "sliding_attention"];
@@ -179,20 +179,24 @@ pub fn read_target(json: &Value, weights: Precision, expert_parallel: f64) -> Re
         expert_parallel,
     };
     if let Some((state, state_projections)) = linear {
-        let is_linear = hybrid::linear_layers(json, count)?;
+        let mixers = hybrid::mixers(json, count)?;
+        let local = windowed.map_or(attention, |(_, windowed)| windowed);
         let mut layers = vec![];
-        for (linear, dense_mlp) in [(false, true), (false, false), (true, true), (true, false)] {
-            let kind = |layer: &usize| {
-                is_linear[*layer] == linear && is_dense.get(*layer).is_some_and(|&dense| dense) == dense_mlp
-            };
-            let of_kind = (0..is_linear.len()).filter(kind).count() as f64;
-            if of_kind == 0.0 {
-                continue;
+        for (mixer, attention, projections) in [
+            (Mixer::Full, attention, projections),
+            (Mixer::Sliding, local, projections),
+            (Mixer::Linear, state, state_projections),
+        ] {
+            for dense_mlp in [true, false] {
+                let kind = |layer: &usize| {
+                    mixers[*layer] == mixer && is_dense.get(*layer).is_some_and(|&dense| dense) == dense_mlp
+                };
+                let of_kind = (0..mixers.len()).filter(kind).count() as f64;
+                if of_kind > 0.0 {
+                    let mlp = if dense_mlp { dense(need(&["intermediate_size"])?) } else { feed_forward };
+                    layers.push(layer_with(of_kind, attention, projections, mlp));
+                }
             }
-            let mlp = if dense_mlp { dense(need(&["intermediate_size"])?) } else { feed_forward };
-            let (attention, projections) =
-                if linear { (state, state_projections) } else { (attention, projections) };
-            layers.push(layer_with(of_kind, attention, projections, mlp));
         }
         return Ok(target(layers));
     }
@@ -415,6 +419,32 @@ mod tests {
         assert!(
             read_target(&wrong, Precision::Bf16, 1.0).unwrap_err().contains("`linear_key_head_dim` is 0")
         );
+    }
+
+    /// `layer_types` names the layers with a window. Without them, a window is of no layer, as in transformers.
+    #[test]
+    fn hybrids_have_layers_with_windows() {
+        let config = |own: serde_json::Value| {
+            let mut json = json!({"model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 4,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
+                "vocab_size": 100});
+            json.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+            assert!(unread_keys(&json).is_empty());
+            read_target(&json, Precision::Bf16, 1.0)
+        };
+        let kinds = ["linear_attention", "sliding_attention", "full_attention", "sliding_attention"];
+        let layers = config(json!({"layer_types": kinds, "sliding_window": 512})).unwrap().layers;
+        let window = |layer: &Layer| match layer.attention {
+            Attention::Grouped { window, .. } => Some(window),
+            _ => None,
+        };
+        assert_eq!(layers.iter().map(|layer| layer.count).collect::<Vec<_>>(), [1.0, 2.0, 1.0]);
+        assert_eq!(layers.iter().map(window).collect::<Vec<_>>(), [Some(f64::INFINITY), Some(512.0), None]);
+        assert_eq!(layers[0].projections, layers[1].projections);
+        let layers = config(json!({"sliding_window": 512})).unwrap().layers;
+        assert_eq!(layers.iter().map(window).collect::<Vec<_>>(), [Some(f64::INFINITY), None]);
+        let told = config(json!({"layer_types": kinds, "sliding_window": null})).unwrap_err();
+        assert!(told.contains("no number `sliding_window`"), "{told}");
     }
 
     /// A published config of Gemma 3 names neither heads nor vocabulary nor layer types.

@@ -41,11 +41,22 @@ pub fn linear_attention(json: &Value, hidden: f64) -> Result<Option<(Attention, 
     Ok(Some((Attention::Linear { heads, key_dim, value_dim, state_bytes: 4.0 }, projections)))
 }
 
-/// Whether each layer of a hybrid has linear attention. Every fourth has full attention if the config does not say.
+/// How a layer of a hybrid mixes tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mixer {
+    /// By a recurrent state.
+    Linear,
+    /// By attention to all tokens.
+    Full,
+    /// By attention to the tokens of `sliding_window`.
+    Sliding,
+}
+
+/// How each layer of a hybrid mixes tokens. Every fourth has full attention if the config does not say.
 ///
 /// # Errors
-/// Names the key with an invalid value.
-pub fn linear_layers(json: &Value, count: f64) -> Result<Vec<bool>, String> {
+/// Names the key that is missing or has an invalid value.
+pub fn mixers(json: &Value, count: f64) -> Result<Vec<Mixer>, String> {
     if count > MAX_LAYERS as f64 {
         return Err(format!("`num_hidden_layers` is {count}; expected at most {MAX_LAYERS}"));
     }
@@ -58,7 +69,8 @@ pub fn linear_layers(json: &Value, count: f64) -> Result<Vec<bool>, String> {
                 format!("`full_attention_interval` is {found}; expected a whole number from 1")
             })? as usize,
         };
-        return Ok((1..=layers).map(|number| !number.is_multiple_of(interval)).collect());
+        let mixer = |number: usize| if number.is_multiple_of(interval) { Mixer::Full } else { Mixer::Linear };
+        return Ok((1..=layers).map(mixer).collect());
     };
     let Some(kinds) = kinds.as_array() else {
         return Err(format!("`layer_types` is {kinds}; expected a list"));
@@ -66,10 +78,18 @@ pub fn linear_layers(json: &Value, count: f64) -> Result<Vec<bool>, String> {
     if kinds.len() != layers {
         return Err(format!("`layer_types` has {} entries for {layers} layers", kinds.len()));
     }
-    let is_linear = |kind: &Value| match kind.as_str() {
-        Some("linear_attention") => Ok(true),
-        Some("full_attention") => Ok(false),
-        _ => Err(format!("`layer_types` has {kind}; expected \"linear_attention\" or \"full_attention\"")),
+    let has_window = json.get("sliding_window").is_some_and(Value::is_number);
+    let mixer = |kind: &Value| match kind.as_str() {
+        Some("linear_attention") => Ok(Mixer::Linear),
+        Some("full_attention") => Ok(Mixer::Full),
+        Some("sliding_attention") if has_window => Ok(Mixer::Sliding),
+        Some("sliding_attention") => {
+            Err("`layer_types` has \"sliding_attention\", and there is no number `sliding_window`".into())
+        }
+        _ => Err(format!(
+            "`layer_types` has {kind}; expected \"linear_attention\", \"full_attention\" or \
+             \"sliding_attention\""
+        )),
     };
-    kinds.iter().map(is_linear).collect()
+    kinds.iter().map(mixer).collect()
 }
