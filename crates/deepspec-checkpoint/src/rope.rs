@@ -8,6 +8,7 @@ use crate::shapes::Heads;
 use crate::{Checkpoint, CheckpointError};
 
 const ORIGINAL_LENGTH_KEY: &str = "original_max_position_embeddings";
+const LENGTH_KEY: &str = "max_position_embeddings";
 /// Default `rope_theta` of transformers.
 const DEFAULT_THETA: f64 = 10_000.0;
 
@@ -58,7 +59,7 @@ pub fn engine_rope_parameters(
             positive_number(&chosen, "factor")?;
         }
         "yarn" => {
-            positive_number(&chosen, "factor")?;
+            yarn_factor(&fields, &chosen)?;
             // vLLM and SGLang interpret these keys differently from transformers, or ignore them.
             let differing = ["attention_factor", "mscale", "mscale_all_dim"];
             if let Some(key) = differing.into_iter().find(|&key| is_set(&chosen, key)) {
@@ -85,11 +86,14 @@ pub fn engine_rope_parameters(
     if map.get("truncate").is_some_and(Value::is_null) {
         map.remove("truncate");
     }
+    if kind == "yarn" && map.get("factor").is_some_and(Value::is_null) {
+        map.insert("factor".into(), yarn_factor(&fields, &chosen)?.into());
+    }
     map.extend(to_map([("rope_type", kind.into()), ("rope_theta", theta.into())]));
     // transformers prefers the length at the top level of the config. For YaRN it defaults to
     // `max_position_embeddings`.
     let original = fields.map.get(ORIGINAL_LENGTH_KEY).or(chosen.map.get(ORIGINAL_LENGTH_KEY));
-    let original = original.or(fields.map.get("max_position_embeddings").filter(|_| kind == "yarn"));
+    let original = original.or(fields.map.get(LENGTH_KEY).filter(|_| kind == "yarn"));
     map.extend(original.map(|original| (ORIGINAL_LENGTH_KEY.into(), original.clone())));
     Ok(RopeParameters { theta, scaling: Some(kind.into()), map })
 }
@@ -121,7 +125,7 @@ pub fn llama_cpp_rope(source: &Checkpoint, to: &'static str) -> Result<LlamaCppR
         "linear" => vec![factor()?; dim as usize / 2],
         "llama3" => llama3_factors(&fields, &chosen, theta, dim)?,
         "yarn" => {
-            attention_factor = read_attention_factor(&chosen, factor()?)?;
+            attention_factor = read_attention_factor(&chosen, yarn_factor(&fields, &chosen)?)?;
             yarn_factors(&fields, &chosen, theta, dim)?
         }
         other => {
@@ -166,13 +170,21 @@ fn yarn_factors(fields: &Fields, chosen: &Fields, theta: f64, dim: u64) -> Resul
         None => Ok(default),
     });
     let yarn = YarnScaling {
-        factor: positive_number(chosen, "factor")?,
+        factor: yarn_factor(fields, chosen)?,
         beta_fast: beta_fast?,
         beta_slow: beta_slow?,
         original: original_context_length(fields, chosen)?,
         truncate: chosen.flag("truncate")?.unwrap_or(true),
     };
     Ok(yarn.rope_factors(theta, dim))
+}
+
+/// YaRN's factor. As in transformers, a null stands for the ratio of the longest context to the one before scaling.
+fn yarn_factor(fields: &Fields, chosen: &Fields) -> Result<f64, CheckpointError> {
+    if chosen.map.get("factor").is_some_and(Value::is_null) {
+        return Ok(positive_number(fields, LENGTH_KEY)? / original_context_length(fields, chosen)?);
+    }
+    positive_number(chosen, "factor")
 }
 
 /// YaRN's factor on cosines and sines, by the precedence of keys in transformers.
@@ -212,7 +224,7 @@ fn to_map<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
 /// config, and takes the trained length if there is none.
 fn original_context_length(fields: &Fields, chosen: &Fields) -> Result<f64, CheckpointError> {
     if !is_set(fields, ORIGINAL_LENGTH_KEY) && !is_set(chosen, ORIGINAL_LENGTH_KEY) {
-        return positive_number(fields, "max_position_embeddings");
+        return positive_number(fields, LENGTH_KEY);
     }
     let number = |fields: &Fields| fields.map.get(ORIGINAL_LENGTH_KEY).and_then(Value::as_f64);
     let value = chosen.required(ORIGINAL_LENGTH_KEY, number(fields).or(number(chosen)))?;

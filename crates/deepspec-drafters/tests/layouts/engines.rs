@@ -106,6 +106,11 @@ fn scaled_rotary_embeddings_are_written_for_engines() {
     };
     let (written, trained) = scaled(json!({"rope_type": "yarn", "factor": 2.0})).unwrap();
     assert_eq!(written["rope_parameters"]["original_max_position_embeddings"], trained);
+    // A null in place of the factor stands for the ratio of the lengths.
+    let derived = json!({"rope_type": "yarn", "factor": null, "original_max_position_embeddings": 16});
+    let (written, trained) = scaled(derived).unwrap();
+    assert_eq!(written["rope_parameters"]["factor"], trained.as_f64().unwrap() / 16.0);
+    assert_eq!(written["rope_scaling"], written["rope_parameters"]);
     // A null or 0 stands for the default, with which vLLM would compute.
     let unset =
         json!({"rope_type": "yarn", "factor": 2.0, "beta_fast": 0, "beta_slow": null, "truncate": null});
@@ -125,7 +130,7 @@ fn scaled_rotary_embeddings_are_written_for_engines() {
             json!({"rope_type": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}),
             "`mscale`, which engines read",
         ),
-        (json!({"rope_type": "yarn", "factor": null}), "`rope_scaling.factor`: missing"),
+        (json!({"rope_type": "yarn"}), "`rope_scaling.factor`: it is not run here: missing"),
     ] {
         let told = scaled(scaling).unwrap_err();
         assert!(told.contains(words), "{told}");

@@ -211,13 +211,15 @@ fn eagle3_names(drafter: &Folder) -> Map<String, Value> {
     names.map(|(there, here)| (there.to_string(), here)).into_iter().collect()
 }
 
-/// Divisors of the frequencies and the factor on cosines, which transformers computes from config.json.
+/// Divisors of the frequencies and the factor on cosines, which transformers computes from config.json. A null is the
+/// ratio of the lengths.
 #[test]
 fn llama_cpps_package_reads_scaled_rotary_embeddings() {
     let original = ("original_max_position_embeddings", json!(512));
     for settings in [
         json!({"rope_type": "linear", "factor": 3.0}),
         json!({"rope_type": "yarn", "factor": 4.0}),
+        json!({"rope_type": "yarn", "factor": null}),
         json!({"rope_type": "yarn", "factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": false}),
         json!({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25, "beta_fast": 0}),
         json!({"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.1}),
@@ -228,6 +230,7 @@ fn llama_cpps_package_reads_scaled_rotary_embeddings() {
         settings["rope_theta"] = json!(10000.0);
         settings[original.0] = original.1.clone();
         config["rope_parameters"] = settings;
+        config["max_position_embeddings"] = json!(3000);
         drafter.put(&config);
         let names = eagle3_names(&drafter);
         if read_all(&drafter, TensorType::F32, &[], names).is_none() {
