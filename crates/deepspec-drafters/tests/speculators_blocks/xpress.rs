@@ -1,40 +1,24 @@
-//! xPress converted to speculators' layout: that package computes the same logits, losses and gradients.
-//!
-//! Runs only if `DEEPSPEC_SPECULATORS_PYTHON` names a Python with speculators and torch.
-
-mod common;
+//! xPress on the backbones of DFlash and of DFlash 2.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::Path;
-use std::process::Command;
+use std::path::{Path, PathBuf};
 
-use common::{assert_close, max_abs, noise};
-use deepspec_checkpoint::{CheckpointFormat, Target, convert};
-use deepspec_core::{SlotTarget, Tap};
+use deepspec_core::SlotTarget;
 use deepspec_drafters::{
-    BlockSpec, Consistency, Convolution, DraftDecoder, LossDenominator, LossRecipe, LossSum, TrainSample,
-    XPRESS_SUMS, XPress, XPressConfig, XPressObjective, XPressProposer, XPressSettings, open_checkpoint,
+    BlockSpec, Consistency, Convolution, LossDenominator, LossRecipe, LossSum, TrainSample, XPRESS_SUMS,
+    XPress, XPressConfig, XPressObjective, XPressProposer, XPressSettings,
 };
 use deepspec_engine::Context;
-use deepspec_models::{ModelConfig, save};
-use deepspec_testkit::skip;
-use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-const VOCAB: i64 = 96;
-const WIDTH: i64 = 32;
+use crate::common::{assert_close, noise};
+use crate::fixture::{self, FORWARD, TOKENS};
+
 const BLOCK: usize = 5;
 const GAMMA: usize = BLOCK - 1;
 const PASSES: i64 = 3;
-const TOKENS: usize = 26;
-const SUPERVISED: usize = 20;
-const TARGET_LAYERS: usize = 6;
-const EPS: f64 = 1e-6;
 /// The first block has no token before it, and the last one ends behind the supervised tokens.
 const ANCHORS: [usize; 5] = [0, 3, 4, 11, 17];
-const FORWARD: f64 = 1e-4;
-const GRADIENT: f64 = 5e-4;
 
 /// Names of our tensors, and speculators' names of them.
 const NAMES: [(&str, &str); 9] = [
@@ -54,26 +38,10 @@ fn theirs(name: &str) -> String {
     head.map_or_else(|| name.to_string(), |(_, theirs)| format!("refiner_head.{theirs}"))
 }
 
-/// A random drafter, all of whose parameters matter, and its target, under `root`. Also returns the weight of the target's final norm.
-fn models(root: &Path, convolution: Option<Convolution>) -> (XPress, Tensor) {
-    let target = json!({
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": WIDTH, "intermediate_size": 48,
-        "num_hidden_layers": TARGET_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "vocab_size": VOCAB, "initializer_range": 0.2, "max_position_embeddings": 256, "rms_norm_eps": EPS,
-        "rope_theta": 1e4, "hidden_act": "silu", "attention_bias": false, "tie_word_embeddings": false,
-    });
-    let folder = |name: &str| {
-        fs::create_dir_all(root.join(name)).unwrap();
-        root.join(name)
-    };
-    let raw = target.as_object().unwrap().clone();
-    let target_config = ModelConfig::parse(Path::new("config.json"), raw).unwrap();
+/// A random drafter, all of whose parameters matter, and its target, under `root`.
+fn drafter(root: &Path, convolution: Option<Convolution>) -> XPress {
     let config = XPressConfig {
-        decoder: DraftDecoder {
-            model: target_config.draft_decoder(&[None, None]).unwrap(),
-            taps: Tap::from_layer_ids([1, 3]).unwrap(),
-            num_target_layers: TARGET_LAYERS,
-        },
+        decoder: fixture::decoder(),
         settings: XPressSettings {
             blocks: BlockSpec {
                 block_size: BLOCK,
@@ -88,8 +56,8 @@ fn models(root: &Path, convolution: Option<Convolution>) -> (XPress, Tensor) {
             convolution,
         },
     };
-    let ends = [1, 2].map(|seed| noise(seed, &[VOCAB, WIDTH]) * 0.3);
-    let model = XPress::fresh(config, &ends[0], &ends[1], 5, Kind::Float);
+    let [embed, head] = fixture::ends();
+    let model = XPress::fresh(config, &embed, &head, 5, Kind::Float);
     // Norms are not all ones, slots are mixed, and the refiner changes which tokens are likeliest.
     for (seed, (name, parameter)) in model.parameters().iter().enumerate() {
         let scale = match name.as_str() {
@@ -100,31 +68,8 @@ fn models(root: &Path, convolution: Option<Convolution>) -> (XPress, Tensor) {
         };
         let _ = parameter.shallow_clone().g_add_(&(noise(9 + seed as u64, &parameter.size()) * scale));
     }
-    let drafter = folder("drafter");
-    save(&drafter.join("model.safetensors"), &model.checkpoint(), Kind::Float).unwrap();
-    fs::write(drafter.join("config.json"), Value::Object(model.config().to_json()).to_string()).unwrap();
-    let ([embed, head], norm) = (ends, noise(3, &[WIDTH]));
-    let own = [
-        ("model.embed_tokens.weight".to_string(), embed),
-        ("lm_head.weight".into(), head),
-        ("model.norm.weight".into(), norm.shallow_clone()),
-    ];
-    save(&folder("target").join("model.safetensors"), &own, Kind::Float).unwrap();
-    fs::write(root.join("target/config.json"), target.to_string()).unwrap();
-    (model, norm)
-}
-
-/// A sample whose final states are before the target's final norm, as speculators takes them.
-fn sample() -> TrainSample {
-    let ids = (noise(5, &[TOKENS as i64]) * 1e4).abs().to_kind(Kind::Int64).remainder(VOCAB);
-    TrainSample {
-        input_ids: Vec::try_from(ids).unwrap(),
-        loss_mask: (0..TOKENS).map(|at| at < SUPERVISED).collect(),
-        taps: noise(6, &[TOKENS as i64, 2 * WIDTH]),
-        last: noise(7, &[TOKENS as i64, WIDTH]) * 3.0,
-        last_positions: (0..TOKENS as u32).collect(),
-        anchors: ANCHORS.to_vec(),
-    }
+    fixture::write(root, &model.checkpoint(), model.config().to_json());
+    model
 }
 
 fn objective() -> XPressObjective {
@@ -167,50 +112,21 @@ fn drafted_logits(dir: &Path, sample: &TrainSample, anchors: &[usize]) -> Tensor
 const BACKBONES: [(&str, Option<Convolution>); 2] =
     [("dflash", None), ("dflash2", Some(Convolution { kernel_size: 3, group_size: 8 }))];
 
-#[test]
-fn speculators_trains_and_refines_a_converted_xpress_alike() {
-    let Some(python) = skip::speculators_python("speculators and torch") else { return };
-    let root = tempfile::tempdir().unwrap();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/speculators_xpress.py");
-    let mut command = Command::new(python);
-    command.arg(script).env("HF_HUB_OFFLINE", "1");
-    let given = sample();
-    let made = BACKBONES.map(|(name, convolution)| {
-        let dir = root.path().join(name);
-        let (model, norm) = models(&dir, convolution);
-        let (drafter, target) = (dir.join("drafter"), dir.join("target"));
-        let target = Target::open(&target, target.to_str().unwrap()).unwrap();
-        let source = open_checkpoint(&drafter).unwrap();
-        let converted = convert(&source, CheckpointFormat::Speculators, Some(&target)).unwrap();
-        converted.write(&dir.join("speculators"), false).unwrap();
-        let tensors = [
-            ("input_ids", Tensor::from_slice(&given.input_ids).unsqueeze(0)),
-            ("loss_mask", Tensor::from_slice(&given.loss_mask).to_kind(Kind::Float).unsqueeze(0)),
-            ("taps", given.taps.unsqueeze(0)),
-            ("last", given.last.unsqueeze(0)),
-            ("anchors", Tensor::from_slice(&ANCHORS.map(|anchor| anchor as i64))),
-        ];
-        Tensor::write_safetensors(&tensors, dir.join("given.safetensors")).unwrap();
-        command.args(["speculators", "given.safetensors", "out.safetensors"].map(|file| dir.join(file)));
-        (dir, model, norm)
-    });
-    let run = command.output().unwrap();
-    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
-    for (dir, model, norm) in &made {
-        compare(dir, model, norm);
-    }
+/// Drafters with both backbones, and their folders below `root`.
+pub fn drafters(root: &Path) -> [(PathBuf, XPress); 2] {
+    BACKBONES.map(|(name, convolution)| {
+        let dir = root.join(name);
+        let model = drafter(&dir, convolution);
+        fixture::write_inputs(&dir.join("given.safetensors"), &fixture::sample(&ANCHORS), &[]);
+        (dir, model)
+    })
 }
 
 /// Compares logits, losses and gradients with those of the package.
-fn compare(dir: &Path, model: &XPress, norm: &Tensor) {
-    let (mut given, drafter) = (sample(), dir.join("drafter"));
-    let out: BTreeMap<String, Tensor> =
-        Tensor::read_safetensors(dir.join("out.safetensors")).unwrap().into_iter().collect();
-
+pub fn compare(dir: &Path, model: &XPress, out: &BTreeMap<String, Tensor>) {
+    let given = fixture::normed(fixture::sample(&ANCHORS));
     // Logits of the LM head, after the true tokens, and of the last Jacobi pass. Their slot 0 drafts nothing.
     let drafts = |name: &str| out[name].narrow(-2, 1, GAMMA as i64);
-    let squares = given.last.square().mean_dim(-1, true, Kind::Float);
-    given.last = &given.last * (squares + EPS).rsqrt() * norm;
     let batch = model.config().batch(std::slice::from_ref(&given), 4.0, Device::Cpu, Kind::Float).unwrap();
     tch::no_grad(|| {
         let hidden = model.hidden_states(&batch);
@@ -218,16 +134,16 @@ fn compare(dir: &Path, model: &XPress, norm: &Tensor) {
         let hidden = hidden.narrow(1, 1, GAMMA as i64);
         assert_close("base", &model.teacher_forced_logits(&hidden, None), &drafts("base"), FORWARD);
         let forced = model.teacher_forced_logits(&hidden, Some(&features));
-        assert_close("forced", &forced, &drafts("forced"), FORWARD);
+        assert_close("forced", &forced, &drafts("biased").get(0), FORWARD);
     });
-    let passes = drafts("rounds"); // [K, A, γ, V]
+    let passes = drafts("biased").narrow(0, 1, PASSES); // [K, A, γ, V]
     // The passes read different tokens.
     let read = Tensor::cat(&[drafts("base").unsqueeze(0), passes.shallow_clone()], 0).argmax(-1, false);
     for pass in 1..PASSES {
         let changed = read.get(pass).ne_tensor(&read.get(pass - 1)).any();
         assert!(changed.int64_value(&[]) == 1, "pass {pass} reads the tokens of the pass before");
     }
-    let own = drafted_logits(&drafter, &given, &ANCHORS[1..]);
+    let own = drafted_logits(&dir.join("drafter"), &given, &ANCHORS[1..]);
     assert_close("last pass", &own, &passes.get(PASSES - 1).narrow(0, 1, 4), FORWARD);
 
     // Losses. The package divides by the number of supervised drafts.
@@ -258,11 +174,5 @@ fn compare(dir: &Path, model: &XPress, norm: &Tensor) {
         assert_close(name, &Tensor::from_slice(&[found]), &out[name], FORWARD);
     }
 
-    let compared = out.keys().filter(|key| key.starts_with("grad.")).count();
-    assert_eq!(compared, model.parameters().len());
-    for (name, parameter) in model.parameters() {
-        let expected = &out[&format!("grad.{}", theirs(name))];
-        assert!(max_abs(expected) > 0.0, "{name} learns nothing");
-        assert_close(name, &parameter.grad(), expected, GRADIENT * max_abs(expected));
-    }
+    fixture::assert_gradients(model.parameters(), out, theirs);
 }
