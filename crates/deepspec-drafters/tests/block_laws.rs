@@ -1,17 +1,22 @@
-//! DFlash 2, Domino, xPress, DSpark of DeepSeek-V4 and P-EAGLE do not change the output distribution: with them, the target samples
-//! as it does alone. This holds although DFlash 2 drafts candidates only, and although xPress and P-EAGLE draw a block's tokens side
-//! by side.
+//! Drafters do not change the output distribution: with them, the target samples as it does alone. This holds although DFlash 2
+//! drafts candidates only, Eagle3 and P-EAGLE with a reduced vocabulary some tokens never, and although xPress and P-EAGLE draw a
+//! block's tokens side by side.
 
 mod common;
 
-use common::laws::{SLOTS, VOCAB, blocks, chi_square, drafter, law, taps, target};
+use std::path::Path;
+
+use common::laws::{SLOTS, VOCAB, blocks, chi_square, decoder, drafter, drafter_of, law, taps, target};
+use deepspec_checkpoint::DraftVocab;
 use deepspec_core::SlotTarget;
 use deepspec_drafters::{
-    BlockProposerOf, Convolution, DFlash2, DFlash2Proposer, DFlash2Settings, DSparkV4, DSparkV4Proposer,
-    DSparkV4Settings, Domino, DominoSettings, DraftModel, DrafterKind, Eagle3Norms, GruSettings, PEagle,
-    PEagleProposer, PEagleSettings, StageSettings, XPress, XPressProposer, XPressSettings,
+    Convolution, DFlash2Proposer, DFlash2Settings, DSparkProposer, DSparkSettings, DSparkV4Proposer,
+    DSparkV4Settings, DominoProposer, DominoSettings, DraftDecoder, Eagle3Norms, Eagle3Proposer,
+    Eagle3Settings, GruSettings, MarkovKind, MarkovSettings, MtpProposer, MtpSettings, PEagleProposer,
+    PEagleSettings, StageSettings, XPressProposer, XPressSettings,
 };
 use deepspec_engine::{DraftRequest, Proposal, Proposer, VerifyRule};
+use deepspec_models::ModelConfig;
 use deepspec_testkit::tiny;
 
 /// A proposer that may report wrong sampling distributions.
@@ -50,18 +55,15 @@ impl<P: Proposer> Proposer for Told<P> {
     }
 }
 
-/// χ² of outputs with drafts of `proposer(drafter)`, divided by its 99.9 % quantile: as it is, and with a proposer that lies about its
-/// distributions.
-fn chi_square_ratios<K: DrafterKind, P: Proposer>(
-    settings: K::Settings,
-    proposer: impl Fn(DraftModel<K>) -> P,
-) -> [f64; 2] {
+/// χ² of outputs with drafts of this proposer for a target's folder, divided by its 99.9 % quantile: as it is, and with a proposer that
+/// lies about its distributions.
+fn chi_square_ratios<P: Proposer>(proposer: impl Fn(&Path) -> P) -> [f64; 2] {
     let _guard = tch::no_grad_guard();
     let dir = tempfile::tempdir().unwrap();
     tiny::qwen3(dir.path(), VOCAB);
     let law = law(&mut target(dir.path(), &[]));
     [false, true].map(|lies| {
-        let proposer = Told { inner: proposer(drafter(dir.path(), settings.clone())), lies };
+        let proposer = Told { inner: proposer(dir.path()), lies };
         chi_square(target(dir.path(), &taps()), proposer, (VerifyRule::Token, 10_000), &law)
     })
 }
@@ -79,14 +81,14 @@ fn with_dflash_2_the_first_tokens_have_the_targets_joint_law() {
         selector_rank: 8,
         selector_top_k: 4,
     };
-    assert_lossless(chi_square_ratios(settings, |drafter: DFlash2| DFlash2Proposer::new(drafter, SLOTS)));
+    assert_lossless(chi_square_ratios(|dir| DFlash2Proposer::new(drafter(dir, settings), SLOTS)));
 }
 
 #[test]
 fn with_domino_the_first_tokens_have_the_targets_joint_law() {
     let gru = GruSettings { hidden_size: 8, rank: 8 };
     let settings = DominoSettings { blocks: blocks(SlotTarget::AnchorPredicts), gru };
-    assert_lossless(chi_square_ratios(settings, |drafter: Domino| BlockProposerOf::new(drafter, SLOTS)));
+    assert_lossless(chi_square_ratios(|dir| DominoProposer::new(drafter(dir, settings), SLOTS)));
 }
 
 #[test]
@@ -98,7 +100,7 @@ fn with_xpress_the_first_tokens_have_the_targets_joint_law() {
         num_passes: 2,
         convolution: Some(Convolution::default()),
     };
-    assert_lossless(chi_square_ratios(settings, |drafter: XPress| XPressProposer::new(drafter, SLOTS)));
+    assert_lossless(chi_square_ratios(|dir| XPressProposer::new(drafter(dir, settings), SLOTS)));
 }
 
 #[test]
@@ -118,12 +120,58 @@ fn with_dspark_of_deepseek_v4_the_first_tokens_have_the_targets_joint_law() {
         ..StageSettings::default()
     };
     let settings = DSparkV4Settings { blocks: blocks(SlotTarget::AnchorPredicts), markov_rank: 8, stages };
-    assert_lossless(chi_square_ratios(settings, |drafter: DSparkV4| DSparkV4Proposer::new(drafter, SLOTS)));
+    assert_lossless(chi_square_ratios(|dir| DSparkV4Proposer::new(drafter(dir, settings), SLOTS)));
+}
+
+#[test]
+fn with_attention_sinks_the_first_tokens_have_the_targets_joint_law() {
+    let markov = Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: 8 });
+    let settings = DSparkSettings { blocks: blocks(SlotTarget::AnchorPredicts), markov, confidence: None };
+    assert_lossless(chi_square_ratios(|dir| {
+        let plain = decoder(dir);
+        let decoder = DraftDecoder { model: plain.model.with_attention_sinks().unwrap(), ..plain };
+        DSparkProposer::new(drafter_of(dir, decoder, None, settings), SLOTS)
+    }));
+}
+
+#[test]
+fn with_mtp_1_the_first_tokens_have_the_targets_joint_law() {
+    let settings = MtpSettings::default();
+    assert_lossless(chi_square_ratios(|dir| {
+        let model = ModelConfig::load(dir).unwrap().mtp_decoder().unwrap();
+        let decoder = DraftDecoder { model, taps: vec![], ..decoder(dir) };
+        MtpProposer::new(drafter_of(dir, decoder, None, settings), SLOTS)
+    }));
+}
+
+/// Three of the tokens are never drafted.
+fn reduced_vocab() -> DraftVocab {
+    let counts: Vec<u64> = (0..VOCAB as u64).map(|id| u64::from(id % 4 != 0)).collect();
+    DraftVocab::most_frequent(&counts, 7).unwrap()
+}
+
+#[test]
+fn with_eagle3_and_a_reduced_vocabulary_the_first_tokens_have_the_targets_joint_law() {
+    let (vocab, settings) = (reduced_vocab(), Eagle3Settings { ttt_length: 3, ..Eagle3Settings::default() });
+    let settings = Eagle3Settings { draft_vocab_size: Some(vocab.tokens().len() as i64), ..settings };
+    assert_lossless(chi_square_ratios(|dir| {
+        Eagle3Proposer::new(drafter_of(dir, decoder(dir), Some(&vocab), settings), SLOTS)
+    }));
+}
+
+#[test]
+fn with_p_eagle_and_a_reduced_vocabulary_the_first_tokens_have_the_targets_joint_law() {
+    let (vocab, norms) = (reduced_vocab(), Eagle3Norms::default());
+    let draft_vocab_size = Some(vocab.tokens().len() as i64);
+    let settings = PEagleSettings { num_depths: 4, mask_token_id: 9, draft_vocab_size, norms };
+    assert_lossless(chi_square_ratios(|dir| {
+        PEagleProposer::new(drafter_of(dir, decoder(dir), Some(&vocab), settings), SLOTS)
+    }));
 }
 
 #[test]
 fn with_p_eagle_the_first_tokens_have_the_targets_joint_law() {
     let norms = Eagle3Norms::default();
     let settings = PEagleSettings { num_depths: 4, mask_token_id: 9, draft_vocab_size: None, norms };
-    assert_lossless(chi_square_ratios(settings, |drafter: PEagle| PEagleProposer::new(drafter, SLOTS)));
+    assert_lossless(chi_square_ratios(|dir| PEagleProposer::new(drafter(dir, settings), SLOTS)));
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use deepspec_checkpoint::DraftVocab;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{BlockSpec, DraftConfig, DraftDecoder, DraftModel, DrafterKind};
 use deepspec_engine::{
@@ -54,13 +55,28 @@ pub fn law(target: &mut TargetModel) -> BTreeMap<Vec<i64>, f64> {
     law
 }
 
+/// One draft layer of the target's family, which reads [`taps`].
+pub fn decoder(dir: &Path) -> DraftDecoder {
+    let model = ModelConfig::load(dir).unwrap();
+    DraftDecoder { model: model.draft_decoder(&[None]).unwrap(), taps: taps(), num_target_layers: 2 }
+}
+
 /// A drafter with random weights for the target in `dir`.
 pub fn drafter<K: DrafterKind>(dir: &Path, settings: K::Settings) -> DraftModel<K> {
+    drafter_of(dir, decoder(dir), None, settings)
+}
+
+/// [`drafter`] with this decoder, which drafts the tokens of `vocab` only.
+pub fn drafter_of<K: DrafterKind>(
+    dir: &Path,
+    decoder: DraftDecoder,
+    vocab: Option<&DraftVocab>,
+    settings: K::Settings,
+) -> DraftModel<K> {
     let model = ModelConfig::load(dir).unwrap();
     let (embed, head) = load_embed_and_head(dir, &model, Device::Cpu, Kind::Float).unwrap();
-    let decoder =
-        DraftDecoder { model: model.draft_decoder(&[None]).unwrap(), taps: taps(), num_target_layers: 2 };
-    let drafter = DraftModel::<K>::fresh(DraftConfig { decoder, settings }, &embed, &head, 5, Kind::Float);
+    let config = DraftConfig { decoder, settings };
+    let drafter = DraftModel::<K>::fresh_with_draft_vocab(config, (&embed, &head), vocab, 5, Kind::Float);
     for (i, (_, parameter)) in drafter.parameters().iter().enumerate() {
         let _ = parameter.shallow_clone().g_add_(&(noise_like(parameter, i as u64) * 0.2));
     }
