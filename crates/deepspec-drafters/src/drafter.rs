@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 use deepspec_core::recipe::LoraRecipe;
 use deepspec_core::{FinalStates, SlotTarget, Tap};
 use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
+use deepspec_models::nn::LayerSpec;
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use crate::block_common::BlockSpec;
-use crate::draft_model::{DraftDecoder, MERGE_BYTES, SampleSize};
+use crate::draft_model::{MERGE_BYTES, SampleSize};
 use crate::{LossDenominator, TrainSample};
 
 /// Options for loading a drafter.
@@ -236,8 +237,14 @@ pub trait TrainableDrafter {
 
 /// A drafter for the doctor, which tries other settings with the same weights.
 pub trait DrafterProbe {
-    /// Decoder and captured target layers.
-    fn decoder(&self) -> &DraftDecoder;
+    /// Layers of the drafter.
+    fn layers(&self) -> &[LayerSpec];
+
+    /// Captured target layers.
+    fn taps(&self) -> &[Tap];
+
+    /// Whether the config names the captured target layers.
+    fn names_taps(&self) -> bool;
 
     /// Shape of the blocks; None for a drafter without blocks.
     fn block_spec(&self) -> Option<&BlockSpec>;
@@ -251,8 +258,9 @@ pub trait DrafterProbe {
     /// Whether the drafter may have causal blocks.
     fn may_be_causal(&self) -> bool;
 
-    /// Embedding `[V, d]` and LM head `[V, d]`, or `[Vd, d]` with a reduced vocabulary.
-    fn embed_and_head(&self) -> (Tensor, Tensor);
+    /// Embedding `[V, d]` and LM head `[V, d]`, or `[Vd, d]` with a reduced vocabulary. None for a drafter that has no copies of the
+    /// target's.
+    fn embed_and_head(&self) -> Option<(Tensor, Tensor)>;
 
     /// The target's id of each draft id, `[Vd]` int64; None if the drafter can draft all of the target's tokens.
     fn draft_tokens(&self) -> Option<&Tensor>;

@@ -191,10 +191,10 @@ struct Copies {
 }
 
 impl Copies {
-    /// None for kinds that are not trained here, which keep no copies.
+    /// None for kinds that keep no copies.
     fn of(drafter: &dyn Drafter, dir: &Path) -> Option<Self> {
         let probe = drafter.probe()?;
-        let (embed, head) = probe.embed_and_head();
+        let (embed, head) = probe.embed_and_head()?;
         let may_own =
             open_checkpoint(dir).is_ok_and(|checkpoint| checkpoint.drafter().kind.owns_embed_and_head());
         Some(Self { embed, head, draft_tokens: probe.draft_tokens().map(Tensor::shallow_clone), may_own })

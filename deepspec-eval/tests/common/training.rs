@@ -9,14 +9,14 @@ use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
 use deepspec_drafters::{
     BlockSpec, ConfidenceSettings, DSparkConfig, DSparkObjective, DSparkPlan, DSparkProposer, DSparkSettings,
     DraftDecoder, DrafterPlan, LossDenominator, LossRecipe, MtpConfig, MtpPlan, MtpSettings, StepObjective,
-    TrainSample, TrainableDrafter,
+    TrainSample, TrainableDrafter, load_recipe, plan_drafter,
 };
 use deepspec_engine::{
     DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target, VerifyRule,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save, stop_ids};
 use deepspec_text::ChatTokenizer;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::repository;
@@ -168,6 +168,26 @@ pub fn write_mtp_drafter(lessons: &Lessons, dir: &Path, steps: usize) {
     let plan = MtpPlan::new(MtpConfig { decoder, settings }, StepObjective::new(0.6, MTP_DRAFTS));
     let samples = lessons.samples(&[], |out| (out.captured_states, out.hidden));
     write_drafter(train(&plan, target, steps, samples).as_ref(), dir);
+}
+
+/// Writes to `dir` an assistant of a [`gemma4`](deepspec_testkit::tiny::gemma4), trained for [`MTP_DRAFTS`] steps of drafting, that has
+/// learned the answers to the prompts.
+pub fn write_assistant(lessons: &Lessons, dir: &Path, steps: usize) {
+    let target = &lessons.target;
+    let drafter = json!({"gemma4_assistant": {
+        "num_speculative_steps": MTP_DRAFTS, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }});
+    let recipe = json!({
+        "name": "t", "target": {"model": target, "layer_ids": [1, 2]}, "drafter": drafter,
+        "data": {"states": {"cache": "unused"}, "chat_template": "gemma4"},
+    });
+    let file = dir.with_extension("yaml");
+    fs::write(&file, recipe.to_string()).unwrap();
+    let recipe = load_recipe(&file, &[]).unwrap();
+    let plan = plan_drafter(&recipe, &ModelConfig::load(target).unwrap()).unwrap();
+    let samples = lessons.samples(&recipe.target.layer_ids, |out| (out.captured_states, out.hidden));
+    write_drafter(train(plan.as_ref(), target, steps, samples).as_ref(), dir);
 }
 
 /// Writes to `dir` a DSpark of one layer, without a Markov head, that has learned the answers to the prompts.

@@ -5,16 +5,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use deepspec_drafters::{load_recipe, plan_drafter};
-use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::skip::{Kind as Skipped, python, skip, vllm_python};
 use deepspec_testkit::tiny;
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 use serde_json::{Value, json};
-use tch::Kind;
 use tempfile::TempDir;
 
-use crate::common::training::{Lessons, MTP_DRAFTS, smoke, train, write_mtp_drafter};
+use crate::common::training::{Lessons, MTP_DRAFTS, smoke, write_assistant, write_mtp_drafter};
 use crate::common::{answers, deepspec_eval, repository};
 use crate::families::write_random_model;
 use crate::llama_cpp::{Llama, agrees_with, llama_server};
@@ -100,31 +97,6 @@ fn llama_cpp_drafts_with_a_merged_mtp_layer_cycle_by_cycle() {
     agrees_with(&|prompt| llama.answer(prompt), &merged, Path::new("mtp"), FEWER, 3);
 }
 
-/// An assistant of a random Gemma 4 that has learned most of its greedy answers.
-fn train_assistant(root: &Path, target: &Path, assistant: &Path) {
-    let drafter = json!({"gemma4_assistant": {"num_speculative_steps": MTP_DRAFTS, "hidden_size": 16,
-        "intermediate_size": 32, "num_attention_heads": 16,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}});
-    let recipe = json!({
-        "name": "t", "target": {"model": target, "layer_ids": [1, 2]}, "drafter": drafter,
-        "data": {"states": {"cache": "unused"}, "chat_template": "gemma4"},
-    });
-    let file = root.join("recipe.yaml");
-    fs::write(&file, recipe.to_string()).unwrap();
-    let recipe = load_recipe(&file, &[]).unwrap();
-    let plan = plan_drafter(&recipe, &ModelConfig::load(target).unwrap()).unwrap();
-    let lessons =
-        Lessons { target: target.into(), suites: smoke(), rows: 0..FEWER, tokens: ANSWER, thinking: false };
-    let samples = lessons.samples(&recipe.target.layer_ids, |out| (out.captured_states, out.hidden));
-    let trainee = train(plan.as_ref(), target, 100, samples);
-    fs::create_dir(assistant).unwrap();
-    save(&assistant.join("model.safetensors"), &trainee.checkpoint(), Kind::BFloat16).unwrap();
-    fs::write(assistant.join("config.json"), Value::Object(trainee.config_json()).to_string()).unwrap();
-    for file in ["tokenizer.json", "tokenizer_config.json"] {
-        fs::copy(target.join(file), assistant.join(file)).unwrap();
-    }
-}
-
 #[test]
 fn llama_cpp_drafts_with_a_trained_assistant_cycle_by_cycle() {
     let Some((server, converter)) = llama_cpp() else { return };
@@ -141,7 +113,12 @@ fn llama_cpp_drafts_with_a_trained_assistant_cycle_by_cycle() {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}});
     full["text_config"].as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
     fs::write(&config, full.to_string()).unwrap();
-    train_assistant(root.path(), &target, &assistant);
+    let lessons =
+        Lessons { target: target.clone(), suites: smoke(), rows: 0..FEWER, tokens: ANSWER, thinking: false };
+    write_assistant(&lessons, &assistant, 100);
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(target.join(file), assistant.join(file)).unwrap();
+    }
     let [model, draft] = [&target, &assistant].map(|folder| converter.convert(folder));
     let flags = ["--model", &model, "--model-draft", &draft, "--spec-type", "draft-mtp"];
     let llama = Llama::start(&server, &[&flags[..], &["--spec-draft-n-max", "7"]].concat());

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use common::training::{DSPARK_TAPS, GAMMA, Lessons, smoke, write_dspark_drafter};
+use common::training::{DSPARK_TAPS, GAMMA, Lessons, smoke, write_assistant, write_dspark_drafter};
 use common::{answers, assert_refused, deepspec_eval, repository, results, run_on, target_dir};
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
@@ -173,14 +173,25 @@ fn check_run(family: &str) {
     assert_eq!(answers(&used), expected, "a calibration decides about confidences alone");
 }
 
-/// Google's own drafter reads the target's keys and values. Random weights draft badly.
+/// An assistant that has learned the target's answers to the evaluated prompts.
+fn assistant() -> &'static Path {
+    static DIR: OnceLock<TempDir> = OnceLock::new();
+    let dir = DIR.get_or_init(|| {
+        let (dir, target) = (tempfile::tempdir().unwrap(), bench("gemma4").join("target"));
+        let lessons = Lessons { target, suites: smoke(), rows: 0..LIMIT, tokens: TOKENS, thinking: false };
+        write_assistant(&lessons, &dir.path().join("assistant"), STEPS / 2);
+        dir
+    });
+    dir.path()
+}
+
+/// Google's own drafter reads the target's keys and values. It is compared with a DSpark for the same target.
 #[test]
-fn a_run_with_an_assistant_is_lossless_and_other_commands_refuse_it_by_name() {
+fn a_run_with_an_assistant_is_lossless_and_compared_and_other_commands_refuse_it_by_name() {
     let dir = tempfile::tempdir().unwrap();
-    let [plain, drafted, assistant] = ["plain", "drafted", "assistant"].map(|name| dir.path().join(name));
-    fs::create_dir(&assistant).unwrap();
-    tiny::gemma4_assistant(&assistant, 512);
-    let assistant = assistant.to_str().unwrap();
+    let [plain, drafted, dspark] = ["plain", "assistant", "dspark"].map(|name| dir.path().join(name));
+    let assistant = assistant().join("assistant").display().to_string();
+    let assistant = assistant.as_str();
     let (expected, _) = run("gemma4", "none", &plain);
     let (found, results) = run("gemma4", assistant, &drafted);
     assert_eq!(found, expected);
@@ -190,8 +201,17 @@ fn a_run_with_an_assistant_is_lossless_and_other_commands_refuse_it_by_name() {
     let traced = deepspec_eval(&[&["trace", "2 + 3?", "--max-new-tokens", "8"], &both[..]].concat());
     let told = String::from_utf8_lossy(&traced.stdout);
     assert!(traced.status.success() && told.contains("/7"), "{told}");
-    let doctor = deepspec_eval(&[&["checkpoint", "doctor"], &both[..]].concat());
-    assert_refused(&doctor, 2, &["an assistant of Gemma 4 is read beside its target by `run`"]);
+    let (_, other) = run("gemma4", &path("gemma4", "draft"), &dspark);
+    let compared = deepspec_eval(&["compare", "--json", drafted.to_str().unwrap(), dspark.to_str().unwrap()]);
+    assert!(compared.status.success(), "{}", String::from_utf8_lossy(&compared.stderr));
+    let compared: Value = serde_json::from_slice(&compared.stdout).unwrap();
+    assert_eq!(compared["suites"], json!(smoke()), "{compared:#}");
+    let columns = compared["columns"].as_array().unwrap();
+    for (column, (label, results)) in columns.iter().zip([("assistant", &results), ("dspark", &other)]) {
+        let [shown, tau] = [column, results].map(|one| one["overall"]["accepted_length"].as_f64().unwrap());
+        assert_eq!(column["label"], label);
+        assert!((shown - tau).abs() < 1e-9 && tau > 1.2, "{label}: {shown} and {tau}");
+    }
     let [suites, out] = [repository("eval_datasets"), dir.path().join("transfer")];
     let place = ["--suites-dir", suites.to_str().unwrap(), "--output-dir", out.to_str().unwrap(), "--json"];
     let few = ["transfer", "--quiet", "smoke-math", "--limit", "1", "--max-new-tokens", "4"];
@@ -207,17 +227,54 @@ fn a_run_with_an_assistant_is_lossless_and_other_commands_refuse_it_by_name() {
     );
 }
 
-/// The doctor's report with this mask token in the drafter's config.json.
-fn doctor(family: &str, mask: i64) -> Value {
+/// The doctor's report on a drafter with a change of its config.json.
+fn examined(family: &str, from: &Path, edit: impl Fn(&mut Value)) -> Value {
     let root = tempfile::tempdir().unwrap();
     let [file, weights] = ["config.json", "model.safetensors"].map(PathBuf::from);
-    let from = bench(family).join("draft");
     let mut config: Value = serde_json::from_str(&fs::read_to_string(from.join(&file)).unwrap()).unwrap();
-    config["mask_token_id"] = json!(mask);
+    edit(&mut config);
     fs::write(root.path().join(&file), config.to_string()).unwrap();
     fs::copy(from.join(&weights), root.path().join(&weights)).unwrap();
     let told = evaluated(family, &["checkpoint", "doctor", "--json"], root.path().to_str().unwrap(), &[]);
     serde_json::from_str(&told).unwrap()
+}
+
+/// The doctor's report with this mask token in the drafter's config.json.
+fn doctor(family: &str, mask: i64) -> Value {
+    examined(family, &bench(family).join("draft"), |config| config["mask_token_id"] = json!(mask))
+}
+
+/// Other causes do not apply to an assistant, and the report says why. With the target's RoPE settings again, its predictions on the same
+/// answers are as before.
+#[test]
+fn the_doctor_judges_an_assistant_and_tries_the_causes_that_apply() {
+    let assistant = assistant().join("assistant");
+    let report = examined("gemma4", &assistant, |_| {});
+    assert_eq!(report["cause"], Value::Null, "{report:#}");
+    let [length, estimated] = ["accepted_length", "estimated"].map(|key| report[key].as_f64().unwrap());
+    assert!(length > 1.2 && estimated > 1.2, "{length} and {estimated}");
+    let notes = report["notes"].to_string();
+    for untried in
+        ["target layers (its config names none)", "mask token", "slot convention", "embedding and head"]
+    {
+        assert!(notes.contains(untried), "{untried} not in: {notes}");
+    }
+    let report = examined("gemma4", &assistant, |config| {
+        let layers = |theta: f64| json!({"rope_type": "default", "rope_theta": theta});
+        config["text_config"]["rope_parameters"] =
+            json!({"sliding_attention": layers(3.0), "full_attention": layers(5.0)});
+    });
+    let trials = report["trials"].as_array().unwrap();
+    let rope = trials.iter().find(|trial| trial["cause"] == "rope").unwrap_or_else(|| panic!("{report:#}"));
+    let after = rope["after"].as_f64().unwrap();
+    assert!((after - estimated).abs() < 1e-3, "{after} and {estimated}: {report:#}");
+    assert!(report["findings"].to_string().contains("rope_theta 3"), "{report:#}");
+    let report = examined("gemma4", &assistant, |config| config["backbone_hidden_size"] = json!(64));
+    assert_eq!(
+        (&report["cause"], &report["accepted_length"]),
+        (&json!("target"), &Value::Null),
+        "{report:#}"
+    );
 }
 
 #[test]

@@ -6,6 +6,7 @@
 mod config;
 mod loss;
 mod model;
+mod probe;
 mod proposer;
 mod train;
 

@@ -163,9 +163,21 @@ impl Assistant {
         self.rebuilt(&Builder::from_state_dict(&self.tensors).with_packing())
     }
 
+    /// Shares the weights with an assistant whose queries rotate as in the layers of `like`.
+    pub(super) fn share_with_rope_of(&self, like: &ModelConfig) -> Self {
+        let mut config = self.config.clone();
+        let turn = |(own, like): (&mut LayerSpec, &LayerSpec)| own.rope = like.rope;
+        config.model.layers.iter_mut().zip(&like.layers).for_each(turn);
+        self.rebuilt_as(config, &Builder::from_state_dict(&self.tensors))
+    }
+
     fn rebuilt(&self, b: &Builder) -> Self {
+        self.rebuilt_as(self.config.clone(), b)
+    }
+
+    fn rebuilt_as(&self, config: AssistantConfig, b: &Builder) -> Self {
         Self::build(
-            self.config.clone(),
+            config,
             self.sources.clone(),
             b,
             self.target_tensors.share(),

@@ -12,9 +12,10 @@ use deepspec_ops::kv_attention::{AttentionPlan, Chunk, KvCache, MaskKind};
 use tch::Tensor;
 
 use super::model::Assistant;
+use super::probe::AssistantProbe;
 use crate::drafter::{TREE_REFUSAL, draft_autoregressively};
 use crate::token_common::LastStates;
-use crate::{Drafter, DrafterOptions};
+use crate::{Drafter, DrafterOptions, DrafterProbe};
 
 /// Default number of drafted tokens, as of other drafters. An assistant drafts any number.
 const DEFAULT_DRAFT_LEN: usize = 7;
@@ -40,7 +41,7 @@ impl AssistantProposer {
         let DrafterOptions { device, kind, slots, target } = options;
         let Some(target) = target else {
             let problem = format!(
-                "{}: an assistant of Gemma 4 is read beside its target by `run`, `serve`, `profile` and `trace` only",
+                "{}: an assistant of Gemma 4 is read beside its target, and no target was named",
                 dir.display()
             );
             return Err(ModelError::Mismatch(UsageError(problem)));
@@ -113,6 +114,10 @@ impl Drafter for AssistantProposer {
 
     fn set_draft_len(&mut self, tokens: usize) {
         self.draft_len = tokens;
+    }
+
+    fn probe(&self) -> Option<Box<dyn DrafterProbe>> {
+        Some(Box::new(AssistantProbe { model: self.model.share(), draft_len: self.draft_len }))
     }
 }
 

@@ -323,7 +323,12 @@ impl TrainableDrafter for AssistantWithLoss {
 }
 
 /// Captured states `[N, m·d]` of the positions of a batch.
-fn captured_states(samples: &[TrainSample], batch: &StepBatch, device: Device, kind: Kind) -> Tensor {
+pub(super) fn captured_states(
+    samples: &[TrainSample],
+    batch: &StepBatch,
+    device: Device,
+    kind: Kind,
+) -> Tensor {
     let rows = batch.used.iter().zip(&batch.lengths);
     let parts: Vec<Tensor> =
         rows.map(|(&sample, &length)| samples[sample].taps.narrow(0, 0, length)).collect();
@@ -332,7 +337,7 @@ fn captured_states(samples: &[TrainSample], batch: &StepBatch, device: Device, k
 
 impl Assistant {
     /// Normed outputs `[N, h]` of each of the K steps. `captured [N, m·d]` holds the states that enter the target's layers.
-    fn step_outputs(&self, batch: &StepBatch, captured: &Tensor) -> Vec<Tensor> {
+    pub(super) fn step_outputs(&self, batch: &StepBatch, captured: &Tensor) -> Vec<Tensor> {
         let _range = range(c"forward");
         let positions = batch.row_positions();
         let keys_values = tch::no_grad(|| self.keys_values(captured, &positions));

@@ -4,16 +4,14 @@ use std::fmt::Debug;
 use std::path::Path;
 
 use deepspec_checkpoint::{DraftVocab, Reader};
-use deepspec_core::FinalStates;
 use deepspec_core::recipe::LoraRecipe;
+use deepspec_core::{FinalStates, Tap};
 use deepspec_models::nn::{Builder, LayerSpec};
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use super::{
-    DraftConfig, DraftDecoder, DraftModel, DrafterSettings, LoraAdapters, PassRows, SampleSize, TrainedParts,
-};
+use super::{DraftConfig, DraftModel, DrafterSettings, LoraAdapters, PassRows, SampleSize, TrainedParts};
 use crate::block_common::{BlockSpec, anchor_candidates};
 use crate::registration::{CheckpointKind, drafter_classes};
 use crate::{
@@ -288,8 +286,16 @@ impl<K: DrafterKind> TrainableDrafter for DrafterWithLoss<K> {
 }
 
 impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
-    fn decoder(&self) -> &DraftDecoder {
-        &self.config().decoder
+    fn layers(&self) -> &[LayerSpec] {
+        &self.config().model().layers
+    }
+
+    fn taps(&self) -> &[Tap] {
+        &self.config().decoder.taps
+    }
+
+    fn names_taps(&self) -> bool {
+        K::Settings::READS_LAYERS
     }
 
     fn block_spec(&self) -> Option<&BlockSpec> {
@@ -308,8 +314,8 @@ impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
         K::Settings::MAY_BE_CAUSAL
     }
 
-    fn embed_and_head(&self) -> (Tensor, Tensor) {
-        DraftModel::embed_and_head(self)
+    fn embed_and_head(&self) -> Option<(Tensor, Tensor)> {
+        Some(DraftModel::embed_and_head(self))
     }
 
     fn draft_tokens(&self) -> Option<&Tensor> {

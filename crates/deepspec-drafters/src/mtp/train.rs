@@ -124,12 +124,7 @@ impl DrafterKind for MtpModules {
         let equal = StepObjective::new(1.0, model.config().settings.num_speculative_steps);
         let device = samples.first()?.last.device();
         let batch = StepBatch::new(samples, &equal.step_weights, device, model.kind())?;
-        let (mut counts, order, teacher) = batch.rows_by_step();
-        counts.retain(|&count| count > 0);
-        let states = Tensor::cat(&model.step_states(&batch), 0).index_select(0, &batch.rows);
-        let states = states.index_select(0, &order);
-        let logits = move |start, len| model.draft_logits(&states.narrow(0, start, len));
-        Some(Predictions { counts, teacher, logits: Box::new(logits), confidence: None })
+        Some(batch.predictions(&model.step_states(&batch), |states| model.draft_logits(states)))
     }
 }
 

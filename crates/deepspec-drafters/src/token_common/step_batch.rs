@@ -8,7 +8,7 @@ use deepspec_ops::distill_loss::TeacherIndex;
 use deepspec_ops::{Upload, UploadSlice, Uploaded, cat_to_device, range};
 use tch::{Device, Kind, Tensor};
 
-use crate::TrainSample;
+use crate::{Predictions, TrainSample};
 
 /// Tensors of one training pass over a micro-batch.
 pub struct StepBatch {
@@ -168,8 +168,22 @@ impl StepBatch {
         TeacherIndex { of_rows: &self.sources.0, there: &self.sources.1 }
     }
 
+    /// Predictions of the supervised rows. `outputs` has the rows `[N, ..]` of each of the K steps, and `logits` computes the logits of
+    /// some of them.
+    pub fn predictions<'a>(
+        &self,
+        outputs: &[Tensor],
+        logits: impl Fn(&Tensor) -> Tensor + 'a,
+    ) -> Predictions<'a> {
+        let (mut counts, order, teacher) = self.rows_by_step();
+        counts.retain(|&count| count > 0);
+        let rows = Tensor::cat(outputs, 0).index_select(0, &self.rows).index_select(0, &order);
+        let logits = move |start, len| logits(&rows.narrow(0, start, len));
+        Predictions { counts, teacher, logits: Box::new(logits), confidence: None }
+    }
+
     /// Supervised rows in the order of their steps: the number of each step, indices among the R rows, and their target states, `[R, d]`.
-    pub fn rows_by_step(&self) -> (Vec<i64>, Tensor, Tensor) {
+    fn rows_by_step(&self) -> (Vec<i64>, Tensor, Tensor) {
         let of_step = |step: usize| {
             let rows = self.steps_of_rows.iter().enumerate();
             rows.filter_map(move |(row, &own)| (own == step).then_some(row as i64)).collect::<Vec<_>>()

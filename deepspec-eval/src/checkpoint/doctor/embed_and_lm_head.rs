@@ -24,9 +24,10 @@ struct RowComparison {
 pub struct EmbedAndHead(Vec<RowComparison>);
 
 /// Compares embedding and LM head row by row, as bfloat16. The LM head of a reduced vocabulary is the drafter's own and is
-/// not compared.
+/// not compared, and neither are those of a drafter without copies.
 pub fn compare_embed_and_head(drafter: &dyn DrafterProbe, target: &TargetModel) -> EmbedAndHead {
-    let ((own_embed, own_head), (embed, head)) = (drafter.embed_and_head(), target.embed_and_head());
+    let Some((own_embed, own_head)) = drafter.embed_and_head() else { return EmbedAndHead(vec![]) };
+    let (embed, head) = target.embed_and_head();
     let mut compared = vec![compare_rows("embed_tokens", &own_embed, &embed)];
     if drafter.draft_tokens().is_none() {
         compared.push(compare_rows("lm_head", &own_head, &head));

@@ -146,11 +146,11 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 
 fn diagnose(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> anyhow::Result<Diagnosis> {
     let _no_grad = tch::no_grad_guard();
-    let drafter = score::open_drafter(draft, place)?;
+    let drafter = match score::open_drafter(draft, target, place)? {
+        Ok(drafter) => drafter,
+        Err(misfit) => return Ok(Diagnosis::for_misfit(misfit)),
+    };
     let config = ModelConfig::load(target)?;
-    if let Err(misfit) = drafter.decoder().check_fits(&config) {
-        return Ok(Diagnosis::for_misfit(misfit.to_string()));
-    }
     let tokenizer = ChatTokenizer::load(target)?;
     let stop_ids = deepspec_models::stop_ids(target, tokenizer.eos_token_id())?;
     let prompts = PromptDecoder { args, tokenizer: &tokenizer, stop_ids: &stop_ids, config: &config };
@@ -164,7 +164,7 @@ fn diagnose(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> 
         device: place.0,
         kind: place.1,
         slots: 1,
-        taps: capture::layers_to_capture(&drafter.decoder().taps, &config),
+        taps: capture::layers_to_capture(drafter.taps(), &config),
     };
     let mut model = TargetModel::load(target, &options)?;
     let embed_and_head = embed_and_lm_head::compare_embed_and_head(drafter.as_ref(), &model);

@@ -8,7 +8,7 @@ use deepspec_core::cli::UsageError;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{DrafterOptions, DrafterOverrides, DrafterProbe, Predictions, TrainSample};
 use deepspec_engine::Target;
-use deepspec_models::{ModelError, TargetModel};
+use deepspec_models::{ModelConfig, ModelError, TargetModel};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
@@ -138,20 +138,36 @@ fn expected_length(accept: &[f64]) -> f64 {
     1.0 + survival.sum::<f64>()
 }
 
-/// Loads the drafter in `dir` for examination.
+/// Loads the drafter in `dir` for examination beside the target in `target`. If it belongs to another target, the inner error says
+/// why.
 ///
 /// # Errors
 /// As [`deepspec_drafters::load_drafter`], and if the drafter is a plain language model.
-pub fn open_drafter(dir: &Path, (device, kind): DeviceAndDtype) -> Result<Box<dyn DrafterProbe>, ModelError> {
-    let drafter =
-        deepspec_drafters::load_drafter(dir, &DrafterOptions { device, kind, slots: 1, target: None })?;
-    drafter.probe().ok_or_else(|| {
+pub fn open_drafter(
+    dir: &Path,
+    target: &Path,
+    (device, kind): DeviceAndDtype,
+) -> Result<Result<Box<dyn DrafterProbe>, String>, ModelError> {
+    let no_probe = || {
         ModelError::Mismatch(UsageError(format!(
             "{}: a language model reads nothing of the target that could be wrong; the doctor examines drafters that \
              were trained on a target's states",
             dir.display()
         )))
-    })
+    };
+    if deepspec_drafters::is_language_model(dir)? {
+        return Err(no_probe());
+    }
+    let config = ModelConfig::load(target)?;
+    let options = DrafterOptions { device, kind, slots: 1, target: Some(target.to_path_buf()) };
+    // Assistants are compared with their target as they are loaded.
+    let opened = deepspec_drafters::load_drafter(dir, &options)
+        .and_then(|drafter| drafter.check_fits(&config).map(|()| drafter));
+    match opened {
+        Ok(drafter) => drafter.probe().map(Ok).ok_or_else(no_probe),
+        Err(ModelError::Mismatch(misfit)) => Ok(Err(misfit.to_string())),
+        Err(error) => Err(error),
+    }
 }
 
 /// Scores a drafter with one change applied. Returns None if the answers are too short for a block.
@@ -167,12 +183,11 @@ pub fn score_change(
 ) -> Result<Option<Score>, ModelError> {
     let taps = match change {
         DrafterChange::Taps(taps) => taps.as_slice(),
-        _ => &drafter.decoder().taps,
+        _ => drafter.taps(),
     };
     let ends = target.embed_and_head();
     // The target's RoPE settings, for layers with the drafter's windows.
-    let windows: Vec<Option<usize>> =
-        drafter.decoder().model.layers.iter().map(|layer| layer.attention.window).collect();
+    let windows: Vec<Option<usize>> = drafter.layers().iter().map(|layer| layer.attention.window).collect();
     let like = target.config().anchored_decoder(&windows)?;
     let changed = drafter.with_overrides(&match change {
         DrafterChange::Rope => DrafterOverrides { rope_of: Some(&like), ..DrafterOverrides::default() },

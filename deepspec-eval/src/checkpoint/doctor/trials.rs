@@ -56,7 +56,10 @@ pub fn run_trials(
             report.trials.push(Trial { cause, what, before: estimated, after, rise });
         }
     }
-    let own = &drafter.decoder().model.layers;
+    if let Some(text) = untried(drafter) {
+        report.add_note(&text);
+    }
+    let own = drafter.layers();
     let theirs = &target.config().layers;
     if let (Some(own), Some(theirs)) = (own.first(), theirs.first())
         && rope_differs(drafter, target.config())
@@ -72,10 +75,28 @@ pub fn run_trials(
 
 /// Whether the drafter's RoPE settings differ from the target's.
 fn rope_differs(drafter: &dyn DrafterProbe, target: &ModelConfig) -> bool {
-    let windows: Vec<Option<usize>> =
-        drafter.decoder().model.layers.iter().map(|layer| layer.attention.window).collect();
+    let windows: Vec<Option<usize>> = drafter.layers().iter().map(|layer| layer.attention.window).collect();
     let like = target.anchored_decoder(&windows).map(|like| like.layers).unwrap_or_default();
-    drafter.decoder().model.layers.iter().zip(&like).any(|(own, like)| own.rope != like.rope)
+    drafter.layers().iter().zip(&like).any(|(own, like)| own.rope != like.rope)
+}
+
+/// The causes that this kind of drafter cannot have, with reasons; None if it can have all of them.
+fn untried(drafter: &dyn DrafterProbe) -> Option<String> {
+    let has_blocks = drafter.block_spec().is_some();
+    let fixed = |what: &str| {
+        let reason = if has_blocks { "this kind has one only" } else { "it drafts no blocks" };
+        format!("{what} ({reason})")
+    };
+    let causes = [
+        (drafter.names_taps(), "target layers (its config names none)".into()),
+        (drafter.mask_token_id().is_some(), "mask token (it reads none)".into()),
+        (drafter.chooses_slots(), fixed("slot convention")),
+        (drafter.may_be_causal(), fixed("attention within a block")),
+        (drafter.embed_and_head().is_some(), "embedding and head (it has no copies of the target's)".into()),
+    ];
+    let untried: Vec<String> =
+        causes.into_iter().filter(|(applies, _)| !applies).map(|(_, cause)| cause).collect();
+    (!untried.is_empty()).then(|| format!("not tried: {}", untried.join(", ")))
 }
 
 fn applicable_trials(
@@ -86,8 +107,8 @@ fn applicable_trials(
     embed_and_head_differ: bool,
 ) -> Vec<(Cause, String, DrafterChange)> {
     let mut found = vec![];
-    let taps = &drafter.decoder().taps;
-    for by in [-1, 1] {
+    let taps = drafter.taps();
+    for by in [-1, 1].into_iter().filter(|_| drafter.names_taps()) {
         let shifted: Option<Vec<Tap>> = taps.iter().map(|tap| tap.shifted_by(by)).collect();
         let is_captured = |shifted: &Vec<Tap>| !shifted.is_empty() && captured.has_layers(shifted);
         if let Some(shifted) = shifted.filter(is_captured) {
