@@ -449,12 +449,14 @@ fn the_tiny_ones_are_planned_and_benched_too() {
             "dflash2",
             "domino",
             "dspark",
+            "dspark_sinks",
             "dspark_v4",
             "eagle3",
             "jetspec",
             "mtp",
             "peagle",
-            "xpress"
+            "xpress",
+            "xpress_dflash2"
         ]
         .iter()
         .all(|name| seen.iter().any(|found| found == name)),

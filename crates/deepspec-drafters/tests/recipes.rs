@@ -1,8 +1,12 @@
 //! Recipes with the settings of every kind of drafter: defaults, ranges, and errors with their line
 //! and full key.
 
+use std::path::Path;
+
+use deepspec_checkpoint::DraftVocab;
 use deepspec_core::config;
-use deepspec_drafters::{Convolution, DrafterSpec, Recipe};
+use deepspec_drafters::{Convolution, DrafterSpec, Recipe, load_recipe, plan_drafter};
+use deepspec_models::ModelConfig;
 
 const MINIMAL: &str = "
 name: tiny
@@ -230,4 +234,63 @@ fn mtp_1_needs_no_layer_ids() {
     wrong("drafter.mtp.num_speculative_steps=0", "`drafter.mtp.num_speculative_steps`: must be at least 1");
     wrong("drafter.mtp.step_weight_beta=0", "`drafter.mtp.step_weight_beta`: 0 is not in (0, 1]");
     wrong("drafter.mtp.num_steps=2", "`drafter.mtp.num_steps`");
+}
+
+/// Recipes of variants: file, sibling, suffix of the name, kind of drafter, the only setting that differs, and the further trained
+/// weights.
+const VARIANTS: [(&str, &str, &str, &str, &str, u64); 6] = [
+    // A sink for each of 32 heads in 5 layers, and of 6 heads in 2 layers.
+    ("dspark_sinks/qwen3_4b", "dspark/qwen3_4b", "sinks", "dspark", "attention_sinks=true", 5 * 32),
+    ("tiny/dspark_sinks", "tiny/dspark", "sinks", "dspark", "attention_sinks=true", 2 * 6),
+    // Two convolutions of two sides and two taps in each layer, whose groups have 16 channels.
+    (
+        "xpress/qwen3_4b_dflash2",
+        "xpress/qwen3_4b",
+        "dflash2",
+        "xpress",
+        "backbone=dflash2",
+        5 * 2 * 4 * (2560 + 160 * 2560),
+    ),
+    (
+        "tiny/xpress_dflash2",
+        "tiny/xpress",
+        "dflash2",
+        "xpress",
+        "backbone=dflash2",
+        2 * 2 * 4 * (192 + 12 * 192),
+    ),
+    // The head of a reduced vocabulary is frozen, like the target's.
+    ("eagle3/qwen3_4b_draft_vocab", "eagle3/qwen3_4b", "draft_vocab", "eagle3", DRAFT_VOCAB, 0),
+    ("peagle/qwen3_4b_draft_vocab", "peagle/qwen3_4b", "draft_vocab", "peagle", DRAFT_VOCAB, 0),
+];
+const DRAFT_VOCAB: &str = "draft_vocab=runs/qwen3_4b/draft_vocab.safetensors";
+
+#[test]
+fn variants_differ_from_their_siblings_in_the_variant_only() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("draft_vocab.safetensors");
+    DraftVocab::most_frequent(&[1; 151_936], 32_000).unwrap().write(&path).unwrap();
+    for (file, sibling, suffix, kind, setting, more) in VARIANTS {
+        let load = |name: &str, changes: &[String]| {
+            load_recipe(&root.join(format!("configs/{name}.yaml")), changes).unwrap()
+        };
+        let mut expected = load(sibling, &[format!("drafter.{kind}.{setting}")]);
+        expected.name += &format!("_{suffix}");
+        assert_eq!(load(file, &[]), expected);
+
+        let target = match file.starts_with("tiny/") {
+            true => root.join("assets/tiny-target/config.json"),
+            false => root.join("configs/shapes/qwen3_4b.json"),
+        };
+        let raw = serde_json::from_slice(&std::fs::read(&target).unwrap()).unwrap();
+        let target = ModelConfig::parse(&target, raw).unwrap();
+        let is_reduced = suffix == "draft_vocab";
+        let at_path = is_reduced.then(|| format!("drafter.{kind}.draft_vocab={}", path.display()));
+        let plan = plan_drafter(&load(file, at_path.as_slice()), &target).unwrap();
+        let plain = plan_drafter(&load(sibling, &[]), &target).unwrap();
+        let weights = [&plan, &plain].map(|plan| plan.num_parameters().trainable as u64);
+        assert_eq!(weights[0], weights[1] + more, "{file}");
+        assert_eq!(plan.own_head_rows(), is_reduced.then_some(32_000), "{file}");
+    }
 }

@@ -113,7 +113,10 @@ pub fn write_vocab_and_norms(
 
 /// Reads the file of a reduced vocabulary. An error names the recipe's key.
 pub fn read_draft_vocab(path: &Path, target: &ModelConfig) -> Result<DraftVocab, ConfigIssue> {
-    let vocab = DraftVocab::read(path).map_err(|error| ("draft_vocab", error.to_string()))?;
+    let vocab = DraftVocab::read(path).map_err(|error| {
+        let remedy = if path.exists() { "" } else { "; `deepspec-data draft-vocab` writes this file" };
+        ("draft_vocab", format!("{error}{remedy}"))
+    })?;
     if vocab.vocab_size() as i64 != target.vocab_size {
         let (found, expected) = (vocab.vocab_size(), target.vocab_size);
         let problem = format!("{}: it is for {found} tokens, the target has {expected}", path.display());
