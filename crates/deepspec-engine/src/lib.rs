@@ -19,7 +19,7 @@ mod sampling;
 mod tree;
 
 pub use acceptance_stats::AcceptanceStats;
-pub use engine::{Engine, catch_out_of_memory};
+pub use engine::{Engine, catch_out_of_memory, sequence_bytes};
 pub use model::{Context, DraftRequest, ModelInput, ModelOutput, Proposal, Proposer, Target, TreeTarget};
 pub use replicas::{EngineReplicas, Generator, split_evenly};
 pub use request::{

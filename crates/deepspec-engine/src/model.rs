@@ -41,6 +41,10 @@ pub trait Target {
     fn kv_cache_bytes(&self, _tokens: usize) -> u64 {
         0
     }
+    /// Bytes of the attention masks of a tree of `rows` rows, at the end of a sequence of up to `tokens` tokens.
+    fn tree_mask_bytes(&self, _rows: usize, _tokens: usize) -> u64 {
+        0
+    }
     /// Frees KV-cache memory that no sequence uses. The engine calls this after an out-of-memory
     /// error.
     fn free_cached_memory(&mut self) {}
@@ -84,6 +88,10 @@ impl<T: Target> Target for &mut T {
 
     fn kv_cache_bytes(&self, tokens: usize) -> u64 {
         (**self).kv_cache_bytes(tokens)
+    }
+
+    fn tree_mask_bytes(&self, rows: usize, tokens: usize) -> u64 {
+        (**self).tree_mask_bytes(rows, tokens)
     }
 
     fn free_cached_memory(&mut self) {

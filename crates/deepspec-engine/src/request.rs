@@ -49,15 +49,15 @@ pub enum EngineError {
         /// Tokens that fit into a slot.
         context: usize,
     },
-    /// Prompt and answer exceed the memory of all KV caches.
+    /// Prompt and answer exceed the memory of all sequences.
     #[error(
-        "the keys and values of {tokens} tokens of prompt and answer take {} MB, but there are {} MB for those of all sequences; shorten the prompt or ask for fewer tokens",
+        "the cache of {tokens} tokens of prompt and answer takes {} MB, but there are {} MB for all sequences; shorten the prompt or ask for fewer tokens",
         bytes.div_ceil(1 << 20), memory >> 20
     )]
     TooLarge {
         /// Tokens of the prompt, the answer and a drafted block.
         tokens: usize,
-        /// Bytes of the KV cache that the request needs.
+        /// Bytes of the KV cache, recurrent states and tree masks that the request needs.
         bytes: u64,
         /// Bytes available.
         memory: u64,

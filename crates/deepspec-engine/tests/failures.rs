@@ -88,6 +88,10 @@ impl Target for Weak {
         tokens as u64 * TOKEN_BYTES
     }
 
+    fn tree_mask_bytes(&self, rows: usize, tokens: usize) -> u64 {
+        (rows * tokens) as u64
+    }
+
     fn vocab_size(&self) -> usize {
         self.toy.vocab_size()
     }
@@ -302,4 +306,19 @@ fn sequences_start_when_their_memory_is_there() {
     let refused = engine.submit(large).unwrap_err();
     assert_eq!(refused, EngineError::TooLarge { tokens: 45, bytes: 450, memory: 310 });
     assert!(engine.is_idle());
+}
+
+#[test]
+fn the_nodes_of_trees_and_their_masks_take_memory() {
+    // Prompt, answer and a tree: 2 + 10 + 5 tokens. The anchor and the nodes have a mask over them.
+    let needed = 17 * TOKEN_BYTES + 6 * 17;
+    for (memory, fits) in [(needed, true), (needed - 1, false)] {
+        let verify_rule = VerifyRule::Tree(TreeBudget { nodes: 5, width: 2 });
+        let options = EngineOptions { verify_rule, ..options(1) };
+        let mut engine =
+            Engine::new(Weak::new(1), Some(ToyDrafter::new(1)), options).with_kv_cache_limit(memory);
+        let submitted = engine.submit(request(1, &PROMPT));
+        let refusal = EngineError::TooLarge { tokens: 17, bytes: needed, memory };
+        assert_eq!(submitted.err(), (!fits).then_some(refusal), "{memory} bytes");
+    }
 }

@@ -21,6 +21,6 @@ pub use families::{SHAPES_WITHOUT_FAMILY, chat_formats, families, text_model_typ
 pub use head::{TargetHead, final_state_factor};
 pub use identity::{config_digest, outer_tensors_digest, probed_weights_digest, stop_ids, weights_digest};
 pub use key_value_layer::KeyValueLayer;
-pub use room::{MemoryFit, check_memory_fit, kv_cache_budget, kv_cache_bytes};
+pub use room::{MemoryFit, check_memory_fit, kv_cache_budget};
 pub use target::{TargetModel, TargetOptions, VERIFY_BYTES_PER_LOGIT, check_taps, load_embed_and_head};
 pub use weights::{Weights, save, save_checkpoint};

@@ -1,6 +1,6 @@
 //! Memory that the models leave for the KV cache.
 
-use deepspec_engine::{Proposer, Target};
+use deepspec_engine::Target;
 use deepspec_ops::kv_attention::MAX_SPARE_BYTES;
 
 use crate::TargetModel;
@@ -23,17 +23,6 @@ pub fn kv_cache_budget(target: &TargetModel, drafted: usize, slots: usize, engin
     let left = (free / 10 * USABLE_TENTHS).saturating_sub(engines as u64 * (working + kept));
     // A pool that grows holds one layer twice.
     Some(left / (layers + 1) * layers)
-}
-
-/// Bytes of a sequence of `tokens` and `drafted` tokens in the KV caches of both models.
-pub fn kv_cache_bytes(
-    target: &TargetModel,
-    drafter: Option<&dyn Proposer>,
-    drafted: usize,
-    tokens: usize,
-) -> u64 {
-    let tokens = tokens + drafted;
-    target.kv_cache_bytes(tokens) + drafter.map_or(0, |drafter| drafter.kv_cache_bytes(tokens))
 }
 
 /// Whether sequences of one length fit into memory.
@@ -68,7 +57,7 @@ pub fn check_memory_fit(
     let all = one.saturating_mul(slots as u64);
     let told = |what: String, taken: u64, rest: String| {
         format!(
-            "the keys and values of {what} of {context} tokens take {}, {} are free for them{rest}",
+            "the caches of {what} of {context} tokens take {}, {} are free for them{rest}",
             gigabytes(taken),
             gigabytes(memory)
         )
@@ -101,7 +90,7 @@ mod tests {
         };
         assert_eq!(
             told,
-            "the keys and values of 4 conversations of 1000 tokens take 4.00 GB, 2.50 GB are free for them: 2 of this length run at once"
+            "the caches of 4 conversations of 1000 tokens take 4.00 GB, 2.50 GB are free for them: 2 of this length run at once"
         );
         let MemoryFit::Shorter { tokens, told } = check_memory_fit(4, 1000, 600_400_000, bytes) else {
             panic!("none has room")

@@ -300,6 +300,10 @@ impl Target for TargetModel {
         (self.cache.kv_cache_bytes(tokens) + self.states.sequence_bytes()) as u64
     }
 
+    fn tree_mask_bytes(&self, rows: usize, tokens: usize) -> u64 {
+        self.cache.tree_mask_bytes(rows, tokens) as u64
+    }
+
     fn free_cached_memory(&mut self) {
         self.cache.free_cached_memory();
     }

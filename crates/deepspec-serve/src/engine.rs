@@ -15,12 +15,10 @@ use deepspec_cost::policy::Policy;
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_engine::{
     AcceptanceStats, Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, RequestId,
-    VerifyRule,
+    VerifyRule, sequence_bytes,
 };
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{
-    MemoryFit, TargetModel, TargetOptions, check_memory_fit, kv_cache_budget, kv_cache_bytes,
-};
+use deepspec_models::{MemoryFit, TargetModel, TargetOptions, check_memory_fit, kv_cache_budget};
 use hdrhistogram::Histogram;
 use tokio::sync::{mpsc, oneshot};
 
@@ -330,7 +328,7 @@ fn fit_context(
     let Some(memory) = kv_cache_budget(target, drafted, args.max_num_seqs, 1) else {
         return Ok((wanted, None));
     };
-    let bytes = |tokens: usize| kv_cache_bytes(target, drafter, drafted, tokens);
+    let bytes = |tokens: usize| sequence_bytes(target, drafter, VerifyRule::Token, tokens);
     match check_memory_fit(args.max_num_seqs, wanted, memory, bytes) {
         MemoryFit::All => Ok((wanted, Some(memory))),
         MemoryFit::Fewer { told } => {

@@ -8,10 +8,10 @@ use deepspec_core::{Tap, env, usage};
 use deepspec_cost::cost_file::{self, WeightDigests};
 use deepspec_cost::planner::Planner;
 use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_engine::{Engine, EngineOptions, EngineReplicas, Proposer, split_evenly};
+use deepspec_engine::{Engine, EngineOptions, EngineReplicas, Proposer, sequence_bytes, split_evenly};
 use deepspec_models::{
     MemoryFit, ModelConfig, ModelError, TargetModel, TargetOptions, check_memory_fit, config_digest,
-    kv_cache_budget, kv_cache_bytes, weights_digest,
+    kv_cache_budget, weights_digest,
 };
 use deepspec_ops::StepTrace;
 use deepspec_text::ChatTokenizer;
@@ -173,8 +173,8 @@ impl ModelSettings<'_> {
         let proposer = loaded.drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
         let shares = self.replicas_that_fit(replicas, plan, &loaded.target, proposer);
         if let Some(memory) = shares.memory {
-            let drafted = self.max_drafted(proposer);
-            let bytes = |tokens: usize| kv_cache_bytes(&loaded.target, proposer, drafted, tokens);
+            let rule = self.settings.verify;
+            let bytes = |tokens: usize| sequence_bytes(&loaded.target, proposer, rule, tokens);
             warn_memory_limit(self.settings.slots, plan, memory, bytes);
         }
         shares
@@ -235,7 +235,7 @@ impl ModelSettings<'_> {
         };
         let fits = |shares: &EngineShares| {
             let least = shares.slots.last().copied().unwrap_or(0) as u64;
-            let needed = kv_cache_bytes(target, drafter, self.max_drafted(drafter), longest);
+            let needed = sequence_bytes(target, drafter, self.settings.verify, longest);
             shares.memory.is_none_or(|all| all / slots as u64 * least >= needed)
         };
         let found = (2..=wanted).rev().map(of).find(fits).unwrap_or_else(|| of(1));

@@ -1,7 +1,25 @@
 //! The memory limit of KV caches, and the recovery when memory runs out nevertheless.
 
 use super::Engine;
-use crate::{EngineError, Event, Proposer, Request, Target};
+use crate::{EngineError, Event, Proposer, Request, Target, VerifyRule};
+
+/// Bytes of a sequence of `tokens` tokens, and one drafted block or tree behind them, in the KV caches of both models. The attention masks
+/// of trees count, too.
+pub fn sequence_bytes<T: Target>(
+    target: &T,
+    proposer: Option<&dyn Proposer>,
+    rule: VerifyRule,
+    tokens: usize,
+) -> u64 {
+    let drafted = rule.max_drafted(proposer.map_or(0, |proposer| proposer.draft_len()));
+    let tokens = tokens.saturating_add(drafted);
+    let drafter = proposer.map_or(0, |proposer| proposer.kv_cache_bytes(tokens));
+    let masks = match rule.tree_budget() {
+        Some(_) if drafted > 0 => target.tree_mask_bytes(1 + drafted, tokens),
+        _ => 0,
+    };
+    target.kv_cache_bytes(tokens).saturating_add(drafter).saturating_add(masks)
+}
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// Limits the total bytes of all KV caches. A sequence starts when its maximum size fits in
@@ -12,14 +30,13 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self
     }
 
-    /// Maximum tokens of a request (prompt, answer and one drafted block or tree), and the bytes of their
-    /// KV caches.
-    pub(super) fn kv_cache_needed(&self, request: &Request) -> (usize, u64) {
-        let drafted =
-            self.options.verify_rule.max_drafted(self.proposer.as_ref().map_or(0, Proposer::draft_len));
-        let tokens = request.prompt.len().saturating_add(request.max_new_tokens).saturating_add(drafted);
-        let drafter = self.proposer.as_ref().map_or(0, |proposer| proposer.kv_cache_bytes(tokens));
-        (tokens, self.target.kv_cache_bytes(tokens).saturating_add(drafter))
+    /// Maximum tokens of a request (prompt, answer and one drafted block or tree), and their bytes by [`sequence_bytes`].
+    pub(super) fn memory_needed(&self, request: &Request) -> (usize, u64) {
+        let (rule, proposer) = (self.options.verify_rule, self.proposer.as_ref());
+        let tokens = request.prompt.len().saturating_add(request.max_new_tokens);
+        let bytes =
+            sequence_bytes(&self.target, proposer.map(|proposer| proposer as &dyn Proposer), rule, tokens);
+        (tokens.saturating_add(rule.max_drafted(proposer.map_or(0, Proposer::draft_len))), bytes)
     }
 
     /// Whether a sequence whose KV caches need up to `bytes` can start now.

@@ -11,6 +11,7 @@ mod tree;
 mod uniforms;
 
 pub use guard::catch_out_of_memory;
+pub use memory::sequence_bytes;
 use std::collections::VecDeque;
 use std::sync::Once;
 use std::time::Instant;
@@ -180,7 +181,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if let Some(&token) = request.prompt.iter().find(|&&token| token < 0 || token >= vocab as i64) {
             return Err(EngineError::UnknownToken { token, vocab });
         }
-        let ((tokens, bytes), memory) = (self.kv_cache_needed(&request), self.memory.unwrap_or(u64::MAX));
+        let ((tokens, bytes), memory) = (self.memory_needed(&request), self.memory.unwrap_or(u64::MAX));
         if bytes > memory {
             return Err(EngineError::TooLarge { tokens, bytes, memory });
         }
@@ -404,7 +405,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         for slot in 0..self.slots.len() {
             if self.slots[slot].is_none() {
                 let Some((_, next)) = self.queue.front() else { return };
-                let (prompt, (_, bytes)) = (next.prompt.len(), self.kv_cache_needed(next));
+                let (prompt, (_, bytes)) = (next.prompt.len(), self.memory_needed(next));
                 if (admitted > 0 && admitted + prompt > MAX_PREFILL_TOKENS) || !self.can_start(bytes) {
                     return;
                 }

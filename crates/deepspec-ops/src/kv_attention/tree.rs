@@ -38,6 +38,12 @@ impl KvCache {
         }
     }
 
+    /// Bytes of the masks of a tree of `rows` rows, at the end of a sequence of up to `tokens` tokens.
+    pub fn tree_mask_bytes(&self, rows: usize, tokens: usize) -> usize {
+        let repeats: usize = self.mask_shapes.iter().map(|shape| shape.repeats).sum();
+        repeats * rows * tokens.next_multiple_of(KV_ALIGN) * self.kind().elt_size_in_bytes()
+    }
+
     /// One tree's rows as a group of their own, with the tree's masks.
     fn tree_group(&self, placed: &PlacedChunk, tree: &DraftTree) -> SdpaGroup {
         let PlacedChunk { chunk: Chunk { past_len, len, .. }, capacity, row, .. } = *placed;
@@ -158,6 +164,19 @@ mod tests {
                 assert!(tree.allclose(alone, 1e-5, 1e-6, false), "path {path:?}, sinks: {sinks}");
             }
         }
+    }
+
+    #[test]
+    fn masks_take_as_many_bytes_as_foretold() {
+        let mut cache = cache(false);
+        let chunks = cache.chunks_to_append(&[(1, 6)]);
+        cache.reserve(&chunks);
+        let plan = cache.plan_trees(&chunks, &[tree()]);
+        let groups = &plan.grouped.get().unwrap().groups;
+        let masks = groups.iter().flat_map(|group| group.mask_shapes.iter().flatten());
+        let bytes = masks.map(|slice| slice.mask.as_ref().unwrap().numel() * size_of::<f32>()).sum::<usize>();
+        assert!(bytes > 0);
+        assert_eq!(cache.tree_mask_bytes(6, PAST + 6), bytes);
     }
 
     #[test]
