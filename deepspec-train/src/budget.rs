@@ -151,7 +151,8 @@ impl MemoryEstimator<'_> {
             // LoRA drops the gradients of the target modules after each pass, so a measured pass has them among its activations.
             gradients: weights * gradients + if measured.is_none() { lora_targets } else { 0 },
             optimizer,
-            // A pass has no activations yet when LoRA merges weights, and none any more when it adds up gradients.
+            // A pass has no activations yet when LoRA merges weights, and none any more when it adds up
+            // gradients.
             activations: measured
                 .unwrap_or_else(|| (largest.activations as u64).max(self.weights.lora_working_bytes(kind))),
             activations_measured: measured.is_some(),

@@ -249,7 +249,8 @@ fn dspark_that_recomputes_its_layers() {
     Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 1024, recompute: true }.check();
 }
 
-/// LoRA holds target weights twice, and a backward pass computes their gradients. Neither plan nor bench reads the drafter.
+/// LoRA holds target weights twice, and a backward pass computes their gradients. Neither plan nor bench
+/// reads the drafter.
 #[test]
 fn dspark_with_lora() {
     let drafter = dspark(16, 6);

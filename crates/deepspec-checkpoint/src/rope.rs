@@ -179,7 +179,8 @@ fn yarn_factors(fields: &Fields, chosen: &Fields, theta: f64, dim: u64) -> Resul
     Ok(yarn.rope_factors(theta, dim))
 }
 
-/// YaRN's factor. As in transformers, a null stands for the ratio of the longest context to the one before scaling.
+/// YaRN's factor. As in transformers, a null stands for the ratio of the longest context to the one before
+/// scaling.
 fn yarn_factor(fields: &Fields, chosen: &Fields) -> Result<f64, CheckpointError> {
     if chosen.map.get("factor").is_some_and(Value::is_null) {
         return Ok(positive_number(fields, LENGTH_KEY)? / original_context_length(fields, chosen)?);

@@ -155,9 +155,9 @@ impl ParamCounts {
         if self.has_lora { self.frozen } else { self.trainable + self.frozen }
     }
 
-    /// Bytes that LoRA takes beside weights and gradients for a moment, in a model of dtype `kind`. Before a pass, when its
-    /// target weights have no gradients, one of them is merged at a time. Behind the pass, one gradient at a time becomes
-    /// float32.
+    /// Bytes that LoRA takes beside weights and gradients for a moment, in a model of dtype `kind`. Before a
+    /// pass, when its target weights have no gradients, one of them is merged at a time. Behind the pass, one
+    /// gradient at a time becomes float32.
     pub fn lora_working_bytes(&self, kind: Kind) -> u64 {
         let (largest, size) = (self.largest_lora_target as u64, kind.elt_size_in_bytes() as u64);
         let merging = (largest * MERGE_BYTES).saturating_sub(self.lora_targets as u64 * size);

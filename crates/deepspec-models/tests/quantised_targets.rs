@@ -160,8 +160,8 @@ fn zero_biases_of_gptq_are_left_out() {
     assert!(told.contains("model.layers.1.mlp.down_proj.bias") && told.contains("no place"), "{told}");
 }
 
-/// Quantised checkpoints of Qwen3.5-MoE store experts one by one, and quantise projections of linear attention, too. Plain
-/// ones stack the experts.
+/// Quantised checkpoints of Qwen3.5-MoE store experts one by one, and quantise projections of linear
+/// attention, too. Plain ones stack the experts.
 #[test]
 fn experts_and_linear_attention_of_a_hybrid_are_quantised() {
     let plain = tempfile::tempdir().unwrap();

@@ -121,8 +121,9 @@ const ROUNDING: u64 = 511;
 /// Sequences of the test below.
 const SLOTS: usize = 3;
 
-/// Plans count [`GatedDeltaSpec::sequence_bytes`] for a sequence in a layer: the states before and behind its last
-/// tokens, and the tokens' inputs and gates. Sequences take that much after 63 tokens, and no more after other ones.
+/// Plans count [`GatedDeltaSpec::sequence_bytes`] for a sequence in a layer: the states before and behind its
+/// last tokens, and the tokens' inputs and gates. Sequences take that much after 63 tokens, and no more after
+/// other ones.
 #[test]
 fn states_of_linear_attention_take_the_planned_memory() {
     if lent_with("states_of_linear_attention_take_the_planned_memory", 64 * MEGABYTE).is_err() {

@@ -170,8 +170,8 @@ fn check_supervised_span(
     Some(Problem::Rewritten { index, part, said: excerpt(said, at), found: excerpt(found, at), at })
 }
 
-/// Number of calls whose function is named in `written`, once for each. Names within the message's own `texts` do not
-/// count, unless such a text is part of a call.
+/// Number of calls whose function is named in `written`, once for each. Names within the message's own
+/// `texts` do not count, unless such a text is part of a call.
 fn written_calls(calls: &[Value], written: &str, texts: [&str; 2]) -> usize {
     let is_in_call = |text: &str| calls.iter().any(|call| call.to_string().contains(text));
     let mut rest = written.to_string();

@@ -125,8 +125,8 @@ fn a_hybrid_is_lossless_in_many_slots_and_refuses_trees_by_name() {
     assert!(told.contains("the target verifies chains only"), "{told}");
 }
 
-/// A language model drafts as many tokens as it is told, and a hybrid rolls back 63. Two engines and two passes warn
-/// once.
+/// A language model drafts as many tokens as it is told, and a hybrid rolls back 63. Two engines and two
+/// passes warn once.
 #[test]
 fn a_hybrid_says_how_many_of_longer_drafts_it_verifies() {
     let dir = tempfile::tempdir().unwrap();

@@ -43,7 +43,8 @@ impl Gptq {
         fields.require_text_if_present("pack_dtype", "int32")?;
         let problem = format!("the layout of Marlin is not read; {TARGET_REMEDY}");
         fields.refuse_if_on("is_marlin_format", &problem)?;
-        // Modules that are left out have no settings, and neither have those with an empty object, as in Qwen3.5.
+        // Modules that are left out have no settings, and neither have those with an empty object, as in
+        // Qwen3.5.
         let modules = fields.object("dynamic")?;
         let has_none =
             |rule: &str, own: &Value| rule.starts_with("-:") || own.as_object().is_some_and(Map::is_empty);

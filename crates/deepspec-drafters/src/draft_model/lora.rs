@@ -9,7 +9,7 @@ use deepspec_models::nn::{Builder, Init, StateDict};
 use deepspec_ops::{grad_or_zeros, take_gradient};
 use tch::{Kind, Tensor};
 
-/// Bytes for each value of a weight while its sum is written: the sum in float32, and whether its update is 0.
+/// Bytes per value while a weight's sum is written: the sum in float32, and whether the update is 0.
 pub(crate) const MERGE_BYTES: u64 = 4 + 1;
 
 /// End of the name of a linear layer's weight.
@@ -78,8 +78,8 @@ impl LoraAdapters {
         }
     }
 
-    /// Writes the sums into the model's weights, in place: [`MERGE_BYTES`] are taken for each value of one weight at a
-    /// time. A weight whose update is 0 keeps every bit.
+    /// Writes the sums into the model's weights, in place: [`MERGE_BYTES`] are taken for each value of one
+    /// weight at a time. A weight whose update is 0 keeps every bit.
     pub fn merge(&self) {
         let _guard = tch::no_grad_guard();
         for Target { weight, base, a, b, .. } in &self.targets {

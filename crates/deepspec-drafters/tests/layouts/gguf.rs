@@ -211,8 +211,8 @@ fn eagle3_names(drafter: &Folder) -> Map<String, Value> {
     names.map(|(there, here)| (there.to_string(), here)).into_iter().collect()
 }
 
-/// Divisors of the frequencies and the factor on cosines, which transformers computes from config.json. A null is the
-/// ratio of the lengths.
+/// Divisors of the frequencies and the factor on cosines, which transformers computes from config.json. A
+/// null is the ratio of the lengths.
 #[test]
 fn llama_cpps_package_reads_scaled_rotary_embeddings() {
     let original = ("original_max_position_embeddings", json!(512));

@@ -239,8 +239,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self.options.max_draft_tokens.map_or(block, |most| block.min(most))
     }
 
-    /// Warns once if the target cannot roll back as many tokens as the drafter drafts. Several engines may share a
-    /// drafter.
+    /// Warns once if the target cannot roll back as many tokens as the drafter drafts. Several engines may
+    /// share a drafter.
     fn warn_of_unverified_drafts(&self) {
         static TOLD: Once = Once::new();
         let (wanted, verified) = (self.wanted_draft_len(), self.draft_len());

@@ -69,7 +69,8 @@ impl GatedDeltaNet {
             weights: GatedDeltaWeights {
                 // After an error of the checkpoint, tensors are empty.
                 conv: if conv.numel() > 0 { conv.squeeze_dim(1) } else { conv },
-                // Published checkpoints store this tensor in float32 beside bfloat16, and vLLM and SGLang keep it so.
+                // Published checkpoints store this tensor in float32 beside bfloat16, and vLLM and SGLang
+                // keep it so.
                 decay_rate: b.get_float32(&format!("{name}.A_log"), &[heads], Init::Zeros).exp(),
                 dt_bias: float("dt_bias", &[heads], Init::Ones),
             },
