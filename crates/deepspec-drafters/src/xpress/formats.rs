@@ -10,7 +10,9 @@ use deepspec_checkpoint::{
 use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
 
-use super::model::{BACKBONE, CANDIDATES, RefinerRecipe, SELECTOR, XPressSettings, read_backbone};
+use super::model::{
+    BACKBONE, CANDIDATES, RefinerRecipe, SELECTOR, XPressBackbone, XPressSettings, read_backbone,
+};
 use crate::block_common::formats::merge_outer_block_size;
 use crate::block_common::{BlockSpec, CONVOLUTION_KEYS, Convolution, IS_CAUSAL};
 use crate::draft_model::DrafterSettings as _;
@@ -34,23 +36,37 @@ pub static READER: Reader = Reader {
     reference: |fields, decoder| validate(XPressSettings::read(fields)?, fields, decoder),
     model_types: &["xpress"],
     speculators: read_speculators,
-    classes: &[ExternalClass {
-        name: AUTHORS_CLASS,
-        tools: "the authors of xPress",
-        read: |fields, _, families| read_authors(fields, families),
-        tensor_prefix: None,
-    }],
+    classes: &[
+        ExternalClass {
+            name: authors_class(XPressBackbone::DFlash),
+            tools: "the authors of xPress",
+            read: |fields, _, families| read_authors(fields, families, XPressBackbone::DFlash),
+            tensor_prefix: None,
+        },
+        ExternalClass {
+            name: authors_class(XPressBackbone::DFlash2),
+            tools: "the authors of xPress, on the layers of DFlash 2",
+            read: |fields, _, families| read_authors(fields, families, XPressBackbone::DFlash2),
+            tensor_prefix: None,
+        },
+    ],
 };
 
-/// Class in the authors' layout, which adds the refiner to z-lab's config of a DFlash. The reference's class of layers of Qwen3 has
-/// this name, too; the authors' config has a `dflash_config`.
-const AUTHORS_CLASS: &str = "Qwen3XPressModel";
+/// Class in the authors' layout, which adds the refiner to z-lab's config of a DFlash or DFlash 2. The reference's class of layers of Qwen3
+/// has the first name, too; the authors' config has a `dflash_config`.
+const fn authors_class(backbone: XPressBackbone) -> &'static str {
+    match backbone {
+        XPressBackbone::DFlash => "Qwen3XPressModel",
+        XPressBackbone::DFlash2 => "Qwen3XPressDFlash2Model",
+    }
+}
+
 /// The authors' key for the inner width of the refiner's MLP.
 const MLP_WIDTH: &str = "xpress_mlp_hidden";
 /// The authors' key for the slots that the refiner mixes.
 const MIXED_SLOTS: &str = "xpress_block_size";
-/// Keys of the authors beside `dflash_config`. The last two choose kernels of vLLM.
-const AUTHORS_KEYS: [&str; 9] = [
+/// Keys of the authors beside `dflash_config`. The sizes of a selector mean nothing without one. The last two choose kernels of vLLM.
+const AUTHORS_KEYS: [&str; 11] = [
     "xpress_rank",
     MLP_WIDTH,
     MIXED_SLOTS,
@@ -58,15 +74,19 @@ const AUTHORS_KEYS: [&str; 9] = [
     CANDIDATES,
     BACKBONE,
     SELECTOR,
+    "selector_rank",
+    "selector_top_k",
     "xpress_fused_kernel",
     "xpress_compile_head",
 ];
 
-/// Reads the layout of the authors' converter for vLLM.
+/// Reads the authors' layout for vLLM. The convolutions of DFlash 2 are in `dflash_config`.
 fn read_authors(
     fields: &Fields,
     families: &[Family],
+    backbone: XPressBackbone,
 ) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
+    let class = authors_class(backbone);
     let config = DflashConfig::read(fields, &AUTHORS_KEYS, families)?;
     if config.slots == Some(SlotTarget::AnchorPredicts) {
         return Err(fields.error("sample_from_anchor", "true; the slots of xPress fill in"));
@@ -74,6 +94,11 @@ fn read_authors(
     let mut keys = merge_outer_block_size(fields, &config.inner)?;
     let own = AUTHORS_KEYS.iter().filter_map(|key| Some((key.to_string(), fields.map.get(*key)?.clone())));
     keys.extend(own);
+    if let Some(found) = fields.text(BACKBONE)?.filter(|&found| found != backbone.name()) {
+        let problem = format!("\"{found}\", but {class} has the layers of {}", backbone.name());
+        return Err(fields.error(BACKBONE, problem));
+    }
+    keys.insert(BACKBONE.into(), backbone.name().into());
     if config.causal {
         keys.insert(IS_CAUSAL.into(), true.into());
     }
@@ -89,7 +114,7 @@ fn read_authors(
         return Err(fields.error(MIXED_SLOTS, format!("{found}, and the blocks have {size} slots")));
     }
     let settings = validate(settings, &merged, &config.decoder)?;
-    Ok((CheckpointFormat::Zlab, config.into_drafter(fields, AUTHORS_CLASS, settings)?))
+    Ok((CheckpointFormat::Zlab, config.into_drafter(fields, class, settings)?))
 }
 
 /// Key of speculators for the refiner's passes.
@@ -207,9 +232,6 @@ impl KindSettings for XPressSettings {
 
     fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
         match to {
-            CheckpointFormat::Zlab if self.convolution.is_some() => {
-                Some(format!("{to} has no layout for xPress on the layers of DFlash 2"))
-            }
             CheckpointFormat::Reference | CheckpointFormat::Speculators | CheckpointFormat::Zlab => None,
             CheckpointFormat::Specforge | CheckpointFormat::Modelopt | CheckpointFormat::DeepseekV4 => {
                 Some(format!("{to} has no layout for xPress"))
@@ -250,8 +272,10 @@ impl KindSettings for XPressSettings {
             (MIXED_SLOTS, json!(block_size)),
             ("xpress_num_passes", json!(self.num_passes)),
         ]);
-        let inner = json_map([("mask_token_id", json!(mask_token_id))]);
-        Some(DflashConfigKeys { class: AUTHORS_CLASS, top, inner })
+        let mut inner = json_map([("mask_token_id", json!(mask_token_id))]);
+        let sizes = self.convolution.iter().flat_map(Convolution::named_sizes);
+        inner.extend(sizes.map(|(key, size)| (key.into(), size.into())));
+        Some(DflashConfigKeys { class: authors_class(self.backbone()), top, inner })
     }
 
     fn renames(&self, format: CheckpointFormat) -> &'static [(&'static str, &'static str)] {

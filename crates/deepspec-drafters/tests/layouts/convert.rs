@@ -51,8 +51,8 @@ const DRAFTERS: [&str; 11] = [
 
 fn allowed(case: &str) -> &'static [CheckpointFormat] {
     match case {
-        "eagle3_qwen3" | "mtp" | "peagle" | "xpress_dflash2" => &[CheckpointFormat::Speculators],
-        "dflash2" | "xpress" => &[CheckpointFormat::Speculators, CheckpointFormat::Zlab],
+        "eagle3_qwen3" | "mtp" | "peagle" => &[CheckpointFormat::Speculators],
+        "dflash2" | "xpress" | "xpress_dflash2" => &[CheckpointFormat::Speculators, CheckpointFormat::Zlab],
         "domino" => &[CheckpointFormat::Specforge, CheckpointFormat::Modelopt],
         // Its confidence head reads only the state, which ModelOpt's cannot.
         "dspark_rnn" | "dflash" => &[CheckpointFormat::Speculators, CheckpointFormat::Specforge],

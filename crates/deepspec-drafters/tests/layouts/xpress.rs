@@ -93,9 +93,11 @@ fn the_backbone_of_dflash_2_keeps_its_names() {
     assert!(open_checkpoint(own.path()).unwrap().check().is_ok());
 }
 
+/// A change of config.json.
+type Edit = fn(&mut Value);
+
 #[test]
 fn other_forms_are_refused_by_name() {
-    type Edit = fn(&mut Value);
     let own: [(Edit, &str); 6] = [
         (|config| config["xpress_candidate_topc"] = json!(8), "`xpress_candidate_topc`: 8, but only 0"),
         (
@@ -139,21 +141,25 @@ fn other_forms_are_refused_by_name() {
     assert!(found.contains("_conv.") && found.contains("no use for it"), "{found}");
 }
 
-/// A checkpoint as the authors' converter for vLLM writes it: the config of z-lab's DFlash, and the refiner's keys.
-fn authors() -> Folder {
-    let own = golden("xpress");
+/// A checkpoint as the authors write it for vLLM: the config of z-lab's DFlash or DFlash 2, and the refiner's keys.
+fn authors(case: &str, class: &str) -> Folder {
+    let own = golden(case);
     let folder = edited(&own, |config| {
-        let inner = json!({
-            "mask_token_id": config["mask_token_id"], "target_layer_ids": config["target_layer_ids"],
-        });
+        let mut inner = json!({});
         let size = config["block_size"].clone();
         let map = config.as_object_mut().unwrap();
-        for key in ["mask_token_id", "target_layer_ids", "num_anchors", "xpress_mlp_ratio"] {
+        for key in ["mask_token_id", "target_layer_ids", "conv_kernel_size", "conv_group_size"] {
+            if let Some(value) = map.remove(key) {
+                inner[key] = value;
+            }
+        }
+        for key in ["num_anchors", "xpress_mlp_ratio", "xpress_backbone"] {
             map.remove(key);
         }
         let theirs = json!({
-            "dflash_config": inner, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "xpress_mlp_hidden": 16,
-            "xpress_block_size": size, "xpress_fused_kernel": false, "sample_from_anchor": false,
+            "architectures": [class], "dflash_config": inner, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            "xpress_mlp_hidden": 16, "xpress_block_size": size, "xpress_fused_kernel": false,
+            "sample_from_anchor": false,
         });
         map.extend(theirs.as_object().unwrap().clone());
     });
@@ -164,22 +170,30 @@ fn authors() -> Folder {
 }
 
 #[test]
-fn the_authors_layout_is_read_and_written() {
-    let (own, theirs) = (golden("xpress"), authors());
-    assert_eq!(open_checkpoint(theirs.path()).unwrap().format(), CheckpointFormat::Zlab);
-    let back = converted(&theirs, CheckpointFormat::Reference, Some(&target(&own)));
-    assert_eq!(bytes(&back), bytes(&own));
-    for key in ["xpress_rank", "xpress_mlp_ratio", "xpress_num_passes", "mask_token_id", "target_layer_ids"] {
-        assert_eq!(back.config()[key], own.config()[key], "{key}");
+fn the_authors_layouts_are_read_and_written() {
+    for (case, class) in [("xpress", "Qwen3XPressModel"), ("xpress_dflash2", "Qwen3XPressDFlash2Model")] {
+        let (own, theirs) = (golden(case), authors(case, class));
+        assert_eq!(open_checkpoint(theirs.path()).unwrap().format(), CheckpointFormat::Zlab);
+        let back = converted(&theirs, CheckpointFormat::Reference, Some(&target(&own)));
+        assert_eq!(bytes(&back), bytes(&own));
+        let keys =
+            ["xpress_rank", "xpress_mlp_ratio", "xpress_num_passes", "mask_token_id", "target_layer_ids"];
+        for key in [&keys[..], &["xpress_backbone", "conv_kernel_size", "conv_group_size"]].concat() {
+            assert_eq!(back.config().get(key), own.config().get(key), "{key}");
+        }
+        let written = converted(&own, CheckpointFormat::Zlab, Some(&target(&own)));
+        assert_eq!(bytes(&written), bytes(&theirs));
+        let keys = ["architectures", "dflash_config", "block_size", "sample_from_anchor", "xpress_rank"];
+        for key in [&keys[..], &["xpress_mlp_hidden", "xpress_block_size", "xpress_num_passes"]].concat() {
+            assert_eq!(written.config()[key], theirs.config()[key], "{key}");
+        }
+        assert_eq!(written.config().get("xpress_backbone"), None);
     }
-    let written = converted(&own, CheckpointFormat::Zlab, Some(&target(&own)));
-    assert_eq!(bytes(&written), bytes(&theirs));
-    let keys = ["architectures", "dflash_config", "block_size", "sample_from_anchor", "xpress_rank"];
-    for key in [&keys[..], &["xpress_mlp_hidden", "xpress_block_size", "xpress_num_passes"]].concat() {
-        assert_eq!(written.config()[key], theirs.config()[key], "{key}");
-    }
-    type Edit = fn(&mut Value);
-    let wrong: [(Edit, &str); 6] = [
+    let told = |theirs: &Folder, edit: Edit| {
+        open_checkpoint(edited(theirs, edit).path()).map(drop).unwrap_err().to_string()
+    };
+    let theirs = authors("xpress", "Qwen3XPressModel");
+    let wrong: [(Edit, &str); 7] = [
         (
             |config| config["xpress_mlp_hidden"] = json!(20),
             "`xpress_mlp_hidden`: 20 is no multiple of the rank 8",
@@ -189,22 +203,47 @@ fn the_authors_layout_is_read_and_written() {
         (|config| config["sample_from_anchor"] = json!(true), "the slots of xPress fill in"),
         (|config| config["xpress_candidate_topc"] = json!(8), "`xpress_candidate_topc`: 8, but only 0"),
         (|config| config["xpress_selector"] = json!(true), "`xpress_selector`: a selector is not supported"),
+        (
+            |config| config["xpress_backbone"] = json!("dflash2"),
+            "`xpress_backbone`: \"dflash2\", but Qwen3XPressModel has the layers of dflash",
+        ),
     ];
     for (edit, hint) in wrong {
-        let told = open_checkpoint(edited(&theirs, edit).path()).map(drop).unwrap_err().to_string();
+        let told = told(&theirs, edit);
         assert!(told.contains(hint), "{hint} not in: {told}");
     }
+    let theirs = authors("xpress_dflash2", "Qwen3XPressDFlash2Model");
+    let wrong: [(Edit, &str); 3] = [
+        (|config| config["dflash_config"]["conv_kernel_size"] = Value::Null, "`conv_kernel_size`: missing"),
+        (
+            |config| config["xpress_backbone"] = json!("dflash"),
+            "`xpress_backbone`: \"dflash\", but Qwen3XPressDFlash2Model has the layers of dflash2",
+        ),
+        (|config| config["xpress_selector"] = json!(true), "`xpress_selector`: a selector is not supported"),
+    ];
+    for (edit, hint) in wrong {
+        let told = told(&theirs, edit);
+        assert!(told.contains(hint), "{hint} not in: {told}");
+    }
+    // Sizes of a selector that is off, as speculators writes them.
+    let without_selector = edited(&theirs, |config| {
+        for (key, value) in
+            [("xpress_selector", json!(false)), ("selector_rank", json!(256)), ("selector_top_k", json!(16))]
+        {
+            config[key] = value;
+        }
+    });
+    let own = golden("xpress_dflash2");
+    assert_eq!(
+        bytes(&converted(&without_selector, CheckpointFormat::Reference, Some(&target(&own)))),
+        bytes(&own)
+    );
 }
 
 #[test]
 fn other_layouts_and_engines_are_refused() {
     let own = golden("xpress");
-    for (case, to) in [
-        ("xpress", CheckpointFormat::Specforge),
-        ("xpress", CheckpointFormat::Modelopt),
-        ("xpress_dflash2", CheckpointFormat::Zlab),
-    ] {
-        let own = golden(case);
+    for to in [CheckpointFormat::Specforge, CheckpointFormat::Modelopt] {
         let told = refusal(&own, to, Some(&target(&own)));
         assert!(told.contains("has no layout for xPress"), "{told}");
     }
