@@ -287,6 +287,19 @@ fn dspark_of_deepseek_v4_is_inspected_and_refused_elsewhere() {
     ] {
         assert_refused(&convert(&own, to, &root.path().join(to), &[]), 2, &[reason]);
     }
+    let [target, own, out] =
+        [target_dir(), own, root.path().join("merged")].map(|path| path.display().to_string());
+    let merged = deepspec_eval(&[
+        "checkpoint",
+        "merge-mtp",
+        "--draft",
+        &own,
+        "--target",
+        &target,
+        "--output-dir",
+        &out,
+    ]);
+    assert_refused(&merged, 2, &["not merged into Qwen3ForCausalLM", "DeepseekV4ForCausalLM"]);
 }
 
 #[test]

@@ -12,7 +12,9 @@ use crate::shapes::{EMBED, HEAD, REBUILT_TENSORS, is_embed_or_head};
 use crate::shards::{MAX_SHARD_BYTES, is_weights_file};
 use crate::tensors::torch_dtype_name;
 use crate::write::{TensorSource, TensorToWrite, write_weights};
-use crate::{Checkpoint, CheckpointError, CheckpointFormat, Drafter, Target, folder, layouts};
+use crate::{
+    Checkpoint, CheckpointError, CheckpointFormat, Drafter, Target, TensorMetadata, Tensors, folder, layouts,
+};
 
 const CONFIG: &str = "config.json";
 
@@ -159,29 +161,29 @@ pub(crate) fn other_tensors(
         tensors = DraftVocab::of_tensors(source.tensors(), drafter.vocab_size as usize)?.tensors();
         tensors.retain(|tensor| tensor.name == D2T || to != CheckpointFormat::Reference);
     }
-    for (name, facts) in source.tensors().iter() {
-        let kind = source.drafter().kind.as_ref();
-        let reference_name = source.format().to_reference_name(kind, name);
-        if is_embed_or_head(&reference_name) {
-            continue;
-        }
-        if REBUILT_TENSORS.contains(&name) {
-            let is_kept = |kept: &TensorToWrite| kept.name == name;
-            if !tensors.iter().any(is_kept) {
-                dropped.push(name.to_string());
-            }
-            continue;
-        }
-        let new_name = to.to_format_name(kind, &reference_name);
-        let copy = TensorSource::Copy(source.tensors(), name.into());
-        tensors.push(TensorToWrite {
-            name: new_name,
-            dtype: facts.dtype,
-            shape: facts.shape.clone(),
-            source: copy,
-        });
-    }
+    let is_kept = |name: &str| tensors.iter().any(|kept| kept.name == name);
+    let rebuilt = source.tensors().iter().map(|(name, _)| name).filter(|name| REBUILT_TENSORS.contains(name));
+    dropped.extend(rebuilt.filter(|name| !is_kept(name)).map(String::from));
+    tensors.extend(renamed_tensors(source, to).map(|(stored, name, facts)| TensorToWrite {
+        name,
+        dtype: facts.dtype,
+        shape: facts.shape.clone(),
+        source: TensorSource::Copy(source.tensors(), stored.into()),
+    }));
     Ok((tensors, dropped))
+}
+
+/// All tensors except embedding, LM head and those that are rebuilt: the stored name, the name in the format `to`, and metadata.
+pub(crate) fn renamed_tensors(
+    source: &Checkpoint,
+    to: CheckpointFormat,
+) -> impl Iterator<Item = (&str, String, &TensorMetadata)> {
+    let kind = source.drafter().kind.as_ref();
+    source.tensors().iter().filter_map(move |(stored, facts)| {
+        let name = source.format().to_reference_name(kind, stored);
+        let is_other = !is_embed_or_head(&name) && !REBUILT_TENSORS.contains(&stored);
+        is_other.then(|| (stored, to.to_format_name(kind, &name), facts))
+    })
 }
 
 /// Copies a tensor from the target, cast to the drafter's dtype.
@@ -193,19 +195,20 @@ fn tensor_from_target<'a>(
 ) -> Result<TensorToWrite<'a>, CheckpointError> {
     let tensors = target.tensors();
     let facts = target.metadata(theirs)?;
-    let (shape, from) = (facts.shape.clone(), facts.dtype);
-    let source = if from == dtype {
-        TensorSource::Copy(tensors, theirs.into())
-    } else {
-        let bytes = cast(tensors.bytes(theirs)?, from, dtype);
-        TensorSource::Bytes(bytes.ok_or_else(|| {
-            tensors.error(
-                theirs,
-                format!("{} cannot be read as {}", torch_dtype_name(from), torch_dtype_name(dtype)),
-            )
-        })?)
+    let source = match facts.dtype == dtype {
+        true => TensorSource::Copy(tensors, theirs.into()),
+        false => TensorSource::Bytes(cast_bytes(tensors, theirs, dtype)?),
     };
-    Ok(TensorToWrite { name: name.into(), dtype, shape, source })
+    Ok(TensorToWrite { name: name.into(), dtype, shape: facts.shape.clone(), source })
+}
+
+/// The bytes of a tensor, cast to `dtype`.
+pub(crate) fn cast_bytes(tensors: &Tensors, name: &str, dtype: Dtype) -> Result<Vec<u8>, CheckpointError> {
+    let from = tensors.required_metadata(name)?.dtype;
+    cast(tensors.bytes(name)?, from, dtype).ok_or_else(|| {
+        let (from, to) = (torch_dtype_name(from), torch_dtype_name(dtype));
+        tensors.error(name, format!("{from} cannot be read as {to}"))
+    })
 }
 
 /// Refuses to drop the checkpoint's embedding or LM head unless it equals the target's, byte for

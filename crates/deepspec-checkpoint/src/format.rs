@@ -22,12 +22,12 @@ pub enum CheckpointFormat {
     Zlab,
     /// NVIDIA Model-Optimizer.
     Modelopt,
-    /// A DeepSeek-V4 that holds its drafter, as DeepSeek releases it. It is read and not written.
+    /// A DeepSeek-V4 that holds its drafter, as DeepSeek releases it. It is written by merging, and not by conversion.
     DeepseekV4,
 }
 
 impl CheckpointFormat {
-    /// All formats that are written.
+    /// All formats that conversion writes.
     pub const ALL: [Self; 5] =
         [Self::Reference, Self::Speculators, Self::Specforge, Self::Zlab, Self::Modelopt];
 

@@ -10,7 +10,7 @@
 //! Layer ids follow the reference: id L is the output of decoder layer L. Some formats count from
 //! the embedding (L + 1); their readers convert the ids.
 //!
-//! This crate computes with weights only to de-quantise them, and does not link libtorch.
+//! This crate computes with weights only to quantise and de-quantise them, and does not link libtorch.
 
 mod checkpoint;
 mod compatibility;
@@ -44,7 +44,7 @@ pub use compatibility::{EngineCompatibility, engine_compatibility};
 pub use convert::{Converted, convert};
 pub use draft_vocab::{D2T, DraftVocab};
 pub use drafter::{Drafter, Incompatibility, KindSettings, SGLANG_HAS_NO_SINKS, Settings, TensorShapes};
-pub use embedded::{MergedTarget, extract, merge};
+pub use embedded::{MergedTarget, StoredAs, extract, merge, merge_into_deepseek_v4};
 pub use engines::convert_for_engine;
 pub use error::CheckpointError;
 pub use export::{Engine, EngineSupport, ExportTarget};

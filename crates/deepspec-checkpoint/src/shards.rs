@@ -57,7 +57,21 @@ pub fn split_into_shards(sizes: &[usize], max_bytes: usize) -> Vec<Shard> {
 /// # Errors
 /// Fails on any I/O error, with the path.
 pub fn write_index(dir: &Path, shards: &[Shard], tensors: &[(&str, usize)]) -> Result<(), FileError> {
-    if shards.len() < 2 {
+    write_index_beside(dir, shards, tensors, &[])
+}
+
+/// As [`write_index`], beside tensors in `other` files of the folder: name, file and size of each. With those, a single shard has an
+/// index, too.
+///
+/// # Errors
+/// As [`write_index`].
+pub fn write_index_beside(
+    dir: &Path,
+    shards: &[Shard],
+    tensors: &[(&str, usize)],
+    other: &[(&str, String, usize)],
+) -> Result<(), FileError> {
+    if shards.len() < 2 && other.is_empty() {
         return Ok(());
     }
     let file_of = |shard: &Shard| {
@@ -65,8 +79,9 @@ pub fn write_index(dir: &Path, shards: &[Shard], tensors: &[(&str, usize)]) -> R
         let file = json!(shard.name);
         names.map(move |name| (name, file.clone())).collect::<Vec<_>>()
     };
-    let map: Map<String, Value> = shards.iter().flat_map(file_of).collect();
-    let bytes: usize = tensors.iter().map(|(_, size)| size).sum();
+    let mut map: Map<String, Value> = shards.iter().flat_map(file_of).collect();
+    map.extend(other.iter().map(|(name, file, _)| (name.to_string(), json!(file))));
+    let bytes: usize = tensors.iter().map(|(_, size)| size).chain(other.iter().map(|(.., size)| size)).sum();
     atomic::write_json(&dir.join(INDEX_FILE), &json!({"metadata": {"total_size": bytes}, "weight_map": map}))
 }
 

@@ -23,8 +23,7 @@ pub struct Target {
     is_tied: bool,
     tensors: Tensors,
     special_ids: Vec<(&'static str, u32)>,
-    /// Prefix of `embed_tokens`.
-    decoder_prefix: &'static str,
+    embed: &'static str,
     head: &'static str,
 }
 
@@ -60,22 +59,21 @@ impl Target {
         let text = text.unwrap_or(outer);
         let tensors = Tensors::open_target_present(dir)?;
         let known = [
-            ("model.", "lm_head.weight"),
-            ("model.language_model.", "lm_head.weight"),
-            ("language_model.model.", "language_model.lm_head.weight"),
+            ("model.embed_tokens.weight", "lm_head.weight"),
+            ("model.language_model.embed_tokens.weight", "lm_head.weight"),
+            ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"),
             // Saved without the causal LM class around the model.
-            ("", "lm_head.weight"),
+            ("embed_tokens.weight", "lm_head.weight"),
+            // DeepSeek-V4.
+            ("embed.weight", "head.weight"),
         ];
-        let there = |(decoder_prefix, _): &(&str, &str)| {
-            tensors.get(&format!("{decoder_prefix}embed_tokens.weight")).is_some()
-        };
-        let found = known.into_iter().find(there);
+        let (usual, _) = known[0];
+        let found = known.into_iter().find(|(embed, _)| tensors.get(embed).is_some());
         if found.is_none() {
-            tensors.check_readable("model.embed_tokens.weight")?;
+            tensors.check_readable(usual)?;
         }
-        let (decoder_prefix, head) = found.ok_or_else(|| {
-            tensors.error("model.embed_tokens.weight", "missing; is this a language model with a head?")
-        })?;
+        let (embed, head) =
+            found.ok_or_else(|| tensors.error(usual, "missing; is this a language model with a head?"))?;
         Ok(Self {
             name: name.into(),
             dir: dir.to_path_buf(),
@@ -86,7 +84,7 @@ impl Target {
             is_tied: is_tied.unwrap_or(false),
             tensors,
             special_ids,
-            decoder_prefix,
+            embed,
             head,
             config: path.clone(),
         })
@@ -138,7 +136,7 @@ impl Target {
 
     /// Name of the target's embedding tensor.
     pub(crate) fn embed(&self) -> String {
-        format!("{}embed_tokens.weight", self.decoder_prefix)
+        self.embed.into()
     }
 
     /// Name of the target's LM head tensor. It is the embedding's name if both are tied.

@@ -188,7 +188,11 @@ impl Tensors {
         Self::from_files(path, vec![path.to_path_buf()])
     }
 
-    fn from_files(dir: &Path, paths: Vec<PathBuf>) -> Result<Self, CheckpointError> {
+    /// Opens these safetensors files of the folder `dir`.
+    ///
+    /// # Errors
+    /// As [`Self::open`], and if a tensor is in two of them.
+    pub(crate) fn from_files(dir: &Path, paths: Vec<PathBuf>) -> Result<Self, CheckpointError> {
         let (mut files, mut locations, mut facts) = (vec![], BTreeMap::new(), BTreeMap::new());
         for path in paths {
             let (file, data, header) = open_shard(&path)?;

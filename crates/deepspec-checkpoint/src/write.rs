@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use deepspec_core::VERSION;
 use deepspec_core::atomic::FileError;
@@ -10,8 +10,11 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::json;
 
-use crate::shards::{split_into_shards, write_index};
+use crate::shards::{split_into_shards, write_index_beside};
 use crate::{CheckpointError, Tensors};
+
+/// Beginning of the names of weights files beside those of another checkpoint. llama.cpp's converter reads names with `model` only.
+pub const BESIDE_OTHERS: &str = "model-mtp";
 
 /// Source of the bytes of a tensor to write.
 pub enum TensorSource<'a> {
@@ -19,6 +22,8 @@ pub enum TensorSource<'a> {
     Copy(&'a Tensors, String),
     /// The bytes themselves.
     Bytes(Vec<u8>),
+    /// Bytes that are computed while the file is written, and their number.
+    Computed(usize, Box<dyn Fn() -> Result<Vec<u8>, CheckpointError> + 'a>),
 }
 
 /// A tensor to write.
@@ -34,6 +39,7 @@ impl TensorToWrite<'_> {
         match &self.source {
             TensorSource::Copy(tensors, name) => Ok(tensors.required_metadata(name)?.bytes),
             TensorSource::Bytes(bytes) => Ok(bytes.len()),
+            TensorSource::Computed(bytes, _) => Ok(*bytes),
         }
     }
 }
@@ -46,15 +52,39 @@ pub fn write_weights(
     tensors: &mut [TensorToWrite],
     max_bytes: usize,
 ) -> Result<(), CheckpointError> {
+    write_weights_beside(dir, tensors, max_bytes, &[])
+}
+
+/// As [`write_weights`], beside `other` weights files of the folder. The index lists their tensors, too, and the new files are called
+/// [`BESIDE_OTHERS`] and not `model`.
+pub fn write_weights_beside(
+    dir: &Path,
+    tensors: &mut [TensorToWrite],
+    max_bytes: usize,
+    other: &[(PathBuf, Tensors)],
+) -> Result<(), CheckpointError> {
     tensors.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
     let sizes = tensors.iter().map(TensorToWrite::byte_len).collect::<Result<Vec<_>, _>>()?;
-    let shards = split_into_shards(&sizes, max_bytes);
+    let mut shards = split_into_shards(&sizes, max_bytes);
+    if !other.is_empty() {
+        shards.iter_mut().for_each(|shard| shard.name = shard.name.replacen("model", BESIDE_OTHERS, 1));
+    }
     for shard in &shards {
         write_file(&dir.join(&shard.name), &tensors[shard.tensors.clone()])?;
     }
     let names: Vec<(&str, usize)> =
         tensors.iter().zip(sizes).map(|(tensor, size)| (tensor.name.as_str(), size)).collect();
-    Ok(write_index(dir, &shards, &names)?)
+    let other = other.iter().flat_map(|(path, tensors)| {
+        let file = file_name(path);
+        tensors.iter().map(move |(name, facts)| (name, file.clone(), facts.bytes))
+    });
+    let other: Vec<_> = other.collect();
+    Ok(write_index_beside(dir, &shards, &names, &other)?)
+}
+
+/// The name of a file without its folder.
+pub fn file_name(path: &Path) -> String {
+    path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
 }
 
 fn write_file(path: &Path, tensors: &[TensorToWrite]) -> Result<(), CheckpointError> {
@@ -82,6 +112,9 @@ fn write_file(path: &Path, tensors: &[TensorToWrite]) -> Result<(), CheckpointEr
         match &tensor.source {
             TensorSource::Copy(tensors, name) => tensors.copy_bytes(name, &mut out)?,
             TensorSource::Bytes(bytes) => out.write_all(bytes).map_err(FileError::at("writing", path))?,
+            TensorSource::Computed(_, bytes) => {
+                out.write_all(&bytes()?).map_err(FileError::at("writing", path))?;
+            }
         }
     }
     let finish = || -> io::Result<()> {

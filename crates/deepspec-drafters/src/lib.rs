@@ -59,13 +59,13 @@ pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe,
     Eagle3Settings, Supervise, metric_defs as eagle3_metric_defs,
 };
-pub use mtp::{Mtp, MtpConfig, MtpPlan, MtpProposer, MtpRecipe, MtpSettings, extract_mtp, merge_mtp};
+pub use mtp::{Mtp, MtpConfig, MtpPlan, MtpProposer, MtpRecipe, MtpSettings, extract_mtp};
 pub use peagle::{
     DownSampling, PEagle, PEagleBatch, PEagleConfig, PEagleObjective, PEaglePlan, PEagleProposer,
     PEagleRecipe, PEagleSettings,
 };
 pub use registry::{
-    check_layout, drafter_title, is_language_model, load_drafter, load_recipe, load_saved_recipe,
+    check_layout, drafter_title, is_language_model, load_drafter, load_recipe, load_saved_recipe, merge_mtp,
     open_checkpoint, plan_drafter, recipe_schema, tree_refusal,
 };
 pub use sample::{LossDenominator, TrainSample};

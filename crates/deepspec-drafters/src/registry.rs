@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use deepspec_checkpoint::{
-    Checkpoint, CheckpointError, CheckpointFormat, Fields, Incompatibility, KnownDrafters, Reader, Tensors,
-    find_unsupported_setting, names_bundled_drafter, unsupported_layout_message,
+    Checkpoint, CheckpointError, CheckpointFormat, Fields, Incompatibility, KnownDrafters, MergedTarget,
+    Reader, Target, Tensors, find_unsupported_setting, names_bundled_drafter, unsupported_layout_message,
 };
 use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, add_nearest_name};
@@ -197,6 +197,17 @@ fn check_attention(
     let unsupported = find_unsupported_setting(map, has_block_options);
     unsupported
         .map_or(Ok(()), |Incompatibility { key, reason }| Err(Fields::new(path, map).error(&key, reason)))
+}
+
+/// Plans a copy of the target's checkpoint whose tensors `mtp.*` are those of the drafter `source`, as engines load it.
+///
+/// # Errors
+/// If no engine loads drafters of the kind from there, or the drafter does not fit the target.
+pub fn merge_mtp<'a>(source: &'a Checkpoint, target: &Target) -> Result<MergedTarget<'a>, ModelError> {
+    match source.drafter().kind.name() {
+        name if name == dspark_v4::DSPARK_V4_INFO.name => dspark_v4::merge(source, target),
+        _ => mtp::merge(source, target),
+    }
 }
 
 /// Opens the drafter checkpoint in `dir`, in the layout of any known tool.

@@ -23,7 +23,7 @@ pub enum Command {
     Convert(convert::Args),
     /// Write the MTP layer that a target's checkpoint stores (Qwen3.5) as a drafter, its weights byte for byte
     ExtractMtp(mtp::ExtractArgs),
-    /// Write a copy of a target (Qwen3.5) with an MTP-1 drafter as its MTP layer, for vLLM and llama.cpp
+    /// Write a copy of a target (Qwen3.5, DeepSeek-V4) with a drafter (MTP-1, DeepSeek-V4's DSpark) in it, as engines load it
     MergeMtp(mtp::MergeArgs),
     /// Measure a drafter on a few prompts and name the likeliest cause of a low accepted length
     Doctor(doctor::Args),

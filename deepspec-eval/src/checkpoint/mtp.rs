@@ -1,4 +1,4 @@
-//! `checkpoint extract-mtp` and `checkpoint merge-mtp`: a target's own MTP layer as a drafter, and back.
+//! `checkpoint extract-mtp` and `checkpoint merge-mtp`: the drafter in a target's own checkpoint as a folder, and back.
 
 use std::path::{Path, PathBuf};
 
@@ -29,13 +29,13 @@ pub struct ExtractArgs {
 /// Arguments of `checkpoint merge-mtp`.
 #[derive(clap::Args)]
 pub struct MergeArgs {
-    /// Folder or hub id of an MTP-1 drafter that was trained for this target
+    /// Folder or hub id of an MTP-1 drafter or a DSpark of DeepSeek-V4 that was trained for this target
     #[arg(long, value_name = "D")]
     draft: String,
     /// Folder or hub id of the target
     #[arg(long, value_name = "M")]
     target: String,
-    /// Folder to write: a copy of the target with the drafter as its MTP layer
+    /// Folder to write: a copy of the target with the drafter as its tensors mtp.*
     #[arg(long, value_name = "D")]
     output_dir: PathBuf,
     /// Replace a merged target that exists
@@ -86,13 +86,26 @@ pub fn merge(args: &MergeArgs, verbosity: Verbosity) -> anyhow::Result<()> {
     let source = open_checkpoint(&draft).map_err(report)?;
     let target = Target::open(&dir, &args.target).map_err(report)?;
     merge_mtp(&source, &target)?.write(&args.output_dir, args.overwrite).map_err(report)?;
-    let (place, steps) = (args.output_dir.display(), source.drafter().kind.draft_len());
-    tracing::info!("{place} is the target with the drafter as its MTP layer");
+    let (place, drafter) = (args.output_dir.display(), source.drafter());
+    let (method, drafts) = (drafter.kind.method(), drafter.kind.draft_len());
+    tracing::info!("{place} is the target with the drafter in it");
+    if method == "mtp" {
+        tracing::info!(
+            "for llama.cpp, convert it with convert_hf_to_gguf.py and serve it with: llama-server --model FILE.gguf --spec-type draft-mtp --spec-draft-n-max {drafts}"
+        );
+    } else if drafter.taps.len() as u64 == drafter.layers {
+        tracing::info!(
+            "for SGLang, serve it with: python3 -m sglang.launch_server --model-path {place} --speculative-algorithm DSPARK"
+        );
+    } else {
+        tracing::warn!(
+            "SGLang does not load it: it counts the stages by the captured layers, which are {} and not {}",
+            drafter.taps.len(),
+            drafter.layers
+        );
+    }
     tracing::info!(
-        "for llama.cpp, convert it with convert_hf_to_gguf.py and serve it with: llama-server --model FILE.gguf --spec-type draft-mtp --spec-draft-n-max {steps}"
-    );
-    tracing::info!(
-        "serve it with: vllm serve {place} --speculative-config '{{\"method\": \"mtp\", \"num_speculative_tokens\": {steps}}}'"
+        "serve it with: vllm serve {place} --speculative-config '{{\"method\": \"{method}\", \"num_speculative_tokens\": {drafts}}}'"
     );
     Ok(())
 }

@@ -10,7 +10,11 @@ use crate::quantised::tensor::{QuantisedMatrix, QuantisedTensor, ZeroPoints};
 use crate::{CheckpointError, Fields, Tensors};
 
 /// Rows and columns of float8 weights that share a scale.
-const BLOCK: [usize; 2] = [128, 128];
+pub(crate) const BLOCK: [usize; 2] = [128, 128];
+/// Key of the blocks' sizes.
+const BLOCK_KEY: &str = "weight_block_size";
+/// Key of the scheme.
+const SCHEME: &str = "quantization_config";
 
 /// The scheme; dtypes say which weights are quantised, and how.
 #[derive(Debug)]
@@ -22,14 +26,39 @@ impl DeepseekV4 {
     /// # Errors
     /// If its blocks are not of 128 rows and columns.
     pub fn read(config: &Fields) -> Result<Self, CheckpointError> {
-        const KEY: &str = "weight_block_size";
-        let Some(scheme) = config.object("quantization_config")? else { return Ok(Self) };
-        match scheme.integers(KEY)? {
+        let Some(scheme) = config.object(SCHEME)? else { return Ok(Self) };
+        match scheme.integers(BLOCK_KEY)? {
             Some(found) if found != BLOCK.map(|size| size as i64) => {
-                Err(scheme.error(KEY, format!("{found:?} is not supported; expected {BLOCK:?}")))
+                Err(scheme.error(BLOCK_KEY, format!("{found:?} is not supported; expected {BLOCK:?}")))
             }
             _ => Ok(Self),
         }
+    }
+
+    /// Whether engines expect quantised weights of the drafter within a target with this config. They read float8 with such scales, and
+    /// MXFP4 for the experts.
+    ///
+    /// # Errors
+    /// If they expect other ones.
+    pub fn is_expected(config: &Fields) -> Result<bool, CheckpointError> {
+        let Some(scheme) = config.object(SCHEME)? else { return Ok(false) };
+        let method = "quant_method";
+        scheme.required(method, scheme.text(method)?)?;
+        for (key, expected) in
+            [(method, "fp8"), ("fmt", "e4m3"), ("scale_fmt", "ue8m0"), ("moe_quant_algo", "MXFP4")]
+        {
+            scheme.require_text_if_present(key, expected)?;
+        }
+        Self::read(config)?;
+        scheme.required(BLOCK_KEY, scheme.integers(BLOCK_KEY)?)?;
+        config.require_text_if_present("expert_dtype", "fp4")?;
+        for key in ["modules_to_not_convert", "ignored_layers"] {
+            if scheme.texts(key)?.is_some_and(|names| !names.is_empty()) {
+                let problem = "expected none: a drafter is written with all matrices quantised";
+                return Err(scheme.error(key, problem));
+            }
+        }
+        Ok(true)
     }
 
     /// The quantised weight whose numbers are the tensor `name`. None for every other tensor.

@@ -15,6 +15,7 @@ mod gptq;
 mod matrix;
 mod module;
 mod mxfp4;
+mod quantise;
 mod tensor;
 
 use std::path::Path;
@@ -29,6 +30,7 @@ use fp8::Fp8;
 use gptq::Gptq;
 use mxfp4::Mxfp4;
 pub use mxfp4::mxfp4_to_float32;
+pub(crate) use quantise::BlockFormat;
 pub(crate) use tensor::QuantisedTensor;
 
 /// Keys of a config that hold the scheme of quantised weights.

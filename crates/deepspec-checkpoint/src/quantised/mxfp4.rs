@@ -22,7 +22,7 @@ pub(crate) const NUMBERS: [Dtype; 2] = [Dtype::U8, Dtype::I8];
 /// Dtypes of scales.
 const SCALES: [Dtype; 2] = [Dtype::U8, Dtype::F8_E8M0];
 /// The number of each half of a byte: sign, two bits of exponent and one of mantissa.
-const E2M1: [f32; 16] =
+pub(crate) const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 /// Minimum number of blocks that a thread expands.
 const BLOCKS_PER_TASK: usize = 1024;

@@ -32,7 +32,7 @@ pub static READER: Reader = Reader {
 };
 
 /// Why no engine loads the drafter.
-const NO_ENGINE: &str = "it loads DSpark of DeepSeek-V4 as a part of that target's own checkpoint, and not as a folder of its own";
+const NO_ENGINE: &str = "it loads DSpark of DeepSeek-V4 as a part of that target's own checkpoint, into which `checkpoint merge-mtp` writes it";
 
 fn read(fields: &Fields, decoder: &Decoder) -> Result<Settings, CheckpointError> {
     let settings = DSparkV4Settings::read(fields)?;

@@ -15,5 +15,6 @@ mod train;
 
 pub use model::DSparkV4;
 pub use proposer::DSparkV4Proposer;
+pub use released::merge;
 pub use settings::{DSparkV4Config, DSparkV4Recipe, DSparkV4Settings, StageSettings};
 pub use train::{DSPARK_V4_INFO, DSparkV4Plan, build_plan, read_recipe};

@@ -9,5 +9,5 @@ mod native;
 mod train;
 
 pub use model::{Mtp, MtpConfig, MtpProposer, MtpRecipe, MtpSettings};
-pub use native::{extract_mtp, merge_mtp};
+pub use native::{extract_mtp, merge};
 pub use train::{MTP_INFO, MtpPlan, build_plan, read_recipe};

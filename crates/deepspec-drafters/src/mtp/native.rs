@@ -1,6 +1,8 @@
 //! MTP layers in the checkpoints of targets: tensors `mtp.*` beside the target's own.
 
-use deepspec_checkpoint::{Checkpoint, Converted, Fields, MergedTarget, Target, extract, json_map, merge};
+use deepspec_checkpoint::{
+    self as checkpoint, Checkpoint, Converted, Fields, MergedTarget, Target, extract, json_map,
+};
 use deepspec_core::cli::UsageError;
 use deepspec_models::config::read_json;
 use deepspec_models::{ModelConfig, ModelError};
@@ -65,7 +67,7 @@ fn check_target(target: &Target, model: &ModelConfig) -> Result<(), ModelError> 
 ///
 /// # Errors
 /// If the drafter is of another kind, has other layers than the target's MTP layer, or does not fit the target.
-pub fn merge_mtp<'a>(source: &'a Checkpoint, target: &Target) -> Result<MergedTarget<'a>, ModelError> {
+pub fn merge<'a>(source: &'a Checkpoint, target: &Target) -> Result<MergedTarget<'a>, ModelError> {
     let misfit = |problem: String| ModelError::Mismatch(UsageError(problem));
     let (model, drafter) = (ModelConfig::load(target.dir())?, source.drafter());
     check_target(target, &model)?;
@@ -81,5 +83,5 @@ pub fn merge_mtp<'a>(source: &'a Checkpoint, target: &Target) -> Result<MergedTa
     }
     // vLLM counts layers by this key, and targets that transformers saved lack it.
     let keys = json_map([(LAYERS_KEY, json!(1))]);
-    Ok(merge(source, target, PREFIX, keys)?)
+    Ok(checkpoint::merge(source, target, PREFIX, keys)?)
 }

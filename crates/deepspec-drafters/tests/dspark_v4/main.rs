@@ -3,7 +3,9 @@
 //!
 //! The comparisons in float64 run only if `DEEPSPEC_TEST_PYTHON` names a Python with torch, transformers and safetensors.
 
+#[path = "../common/mod.rs"]
 mod common;
+mod released;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,12 +13,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{assert_close, max_abs, noise};
-use deepspec_checkpoint::{CheckpointFormat, convert};
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockBatch, BlockSpec, DSPARK_SUMS, DSparkObjective, DSparkV4, DSparkV4Config, DSparkV4Proposer,
     DSparkV4Settings, DraftDecoder, LossDenominator, LossRecipe, LossSum, StageSettings, TrainSample,
-    open_checkpoint,
 };
 use deepspec_engine::{Context, DraftRequest, Proposal, Proposer, Sampling, SamplingBatch};
 use deepspec_models::{ModelConfig, save};
@@ -207,123 +207,6 @@ fn compare(model: &DSparkV4, out: &BTreeMap<String, Tensor>) {
         assert!(size > 0.0 || !is_used || name.contains(".experts."), "{name} has gradients of {size}");
         assert_close(name, &gradient, expected, GRADIENT * size.max(1e-6));
     }
-}
-
-/// Converted from the released layout, a drafter computes what its formulas give with the weights that its bytes stand for. Mistakes
-/// are named.
-#[test]
-fn the_released_layout_is_read() {
-    let Some(python) = skip::python("torch and safetensors") else { return };
-    let root = tempfile::tempdir().unwrap();
-    let [folder, out, own] = ["target", "out.safetensors", "own"].map(|name| root.path().join(name));
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/dspark_v4_release.py");
-    let run = Command::new(python).arg(script).args([&folder, &out]).output().unwrap();
-    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
-    let out: BTreeMap<String, Tensor> = Tensor::read_safetensors(out).unwrap().into_iter().collect();
-
-    let released = open_checkpoint(&folder).unwrap();
-    assert_eq!(released.format(), CheckpointFormat::DeepseekV4);
-    released.check().unwrap();
-    convert(&released, CheckpointFormat::Reference, None).unwrap().write(&own, false).unwrap();
-    open_checkpoint(&own).unwrap().check().unwrap();
-    let model = DSparkV4::load(&own, Device::Cpu, Kind::Float).unwrap();
-    assert_eq!(model.config().decoder.num_target_layers, 4);
-    let ids: Vec<i64> = Vec::try_from(&out["input_ids"]).unwrap();
-    let anchors: Vec<i64> = Vec::try_from(&out["anchors"]).unwrap();
-    let sample = TrainSample {
-        loss_mask: vec![true; ids.len()],
-        taps: out["taps"].to_kind(Kind::Float),
-        last: Tensor::zeros(
-            [ids.len() as i64, model.config().model().hidden_size],
-            (Kind::Float, Device::Cpu),
-        ),
-        last_positions: (0..ids.len() as u32).collect(),
-        input_ids: ids,
-        anchors: anchors.iter().map(|&anchor| anchor as usize).collect(),
-    };
-    let batch = model.config().batch(&[sample], 4.0, Device::Cpu, Kind::Float).unwrap();
-    tch::no_grad(|| {
-        let states = model.block_states(&batch);
-        let (e, features) = model.teacher_forced_features(&states, &batch.previous).unwrap();
-        let logits = model.teacher_forced_logits(&states, Some(&features));
-        let confidence = model.confidence_logits(&states, Some(&e)).unwrap();
-        for (name, found) in [("states", states), ("logits", logits), ("confidence", confidence)] {
-            assert_close(name, &found, &out[name], FORWARD * max_abs(&out[name]));
-        }
-    });
-
-    // The folder itself is no drafter to load, and a drafter is not written into a target.
-    let told = |result: Result<(), String>, hints: &[&str]| {
-        let error = result.unwrap_err();
-        assert!(hints.iter().all(|hint| error.contains(hint)), "{hints:?} in {error}");
-    };
-    let advice = deepspec_drafters::check_layout(&folder).map_err(|error| error.to_string());
-    told(advice, &["deepseek-v4", "checkpoint convert", "--to reference"]);
-    assert!("deepseek-v4".parse::<CheckpointFormat>().is_err());
-    let weights = folder.join("model.safetensors");
-    let original = fs::read(&weights).unwrap();
-    let read = || {
-        let checked = open_checkpoint(&folder).and_then(|checkpoint| checkpoint.check());
-        checked.map_err(|error| error.to_string())
-    };
-    // `deepspec-eval run` names the same problem.
-    let load = || deepspec_drafters::check_layout(&folder).map_err(|error| error.to_string());
-    // Another name of the same length in the header.
-    for (name, other, hints) in [
-        ("mtp.1.attn.wkv.scale", "mtp.1.attn.wkv.xcale", &["mtp.1.attn.wkv.scale", "missing"][..]),
-        ("mtp.1.attn.attn_sink", "mtp.1.attn.attn_sinx", &["mtp.1.attn.attn_sink", "missing"]),
-        ("mtp.2.attn_norm.weight", "mtp.2.attn_norm.weighx", &["mtp.2.attn_norm.weight", "2 stages"]),
-        ("layers.0.ffn.gate.bias", "mtp.1.ffn.gate.bias_vl", &["mtp.1.ffn.gate.bias_vl", "no use"]),
-    ] {
-        let mut bytes = original.clone();
-        let at = bytes.windows(name.len()).position(|window| window == name.as_bytes()).unwrap();
-        bytes[at..at + name.len()].copy_from_slice(other.as_bytes());
-        fs::write(&weights, bytes).unwrap();
-        told(read(), hints);
-    }
-    fs::write(&weights, original).unwrap();
-    let config = folder.join("config.json");
-    let original: Value = serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
-    for (key, value, hint) in [
-        ("dspark_n_routed_experts", json!(4), "DeepSeek-V4.1"),
-        ("norm_topk_prob", json!(false), "`norm_topk_prob`: false is not supported"),
-        ("enable_confidence_head", json!(false), "`enable_confidence_head`: false is not supported"),
-        (
-            "quantization_config",
-            json!({"quant_method": "fp8", "weight_block_size": [64, 64]}),
-            "[64, 64] is not",
-        ),
-        ("scoring_func", json!("sigmoid"), "sqrtsoftplus"),
-        ("o_groups", json!(3), "3 does not divide"),
-        ("dspark_markov_rank", Value::Null, "dspark_markov_rank"),
-        ("architectures", json!(["KimiForCausalLM"]), "within DeepSeek-V4 only"),
-    ] {
-        let mut changed = original.clone();
-        changed[key] = value;
-        fs::write(&config, changed.to_string()).unwrap();
-        told(read(), &[hint]);
-        told(load(), &[hint]);
-    }
-    let mut unlimited = original.clone();
-    unlimited["swiglu_limit"] = Value::Null;
-    fs::write(&config, unlimited.to_string()).unwrap();
-    let settings = open_checkpoint(&folder).unwrap().drafter().kind.to_json();
-    assert_eq!(settings["block"]["stages"]["swiglu_limit"], 0.0);
-
-    // DeepSeek-V4.1 has its keys one level deeper.
-    let (mut outer, mut inner) = (json!({}), original);
-    for key in ["architectures", "model_type", "quantization_config"] {
-        outer[key] = inner.as_object_mut().unwrap().remove(key).unwrap();
-    }
-    outer["text_config"] = inner;
-    fs::write(&config, outer.to_string()).unwrap();
-    told(read(), &["text_config", "DeepSeek-V4.1's drafter is not read"]);
-    told(load(), &["text_config", "DeepSeek-V4.1's drafter is not read"]);
-    outer["architectures"] = json!(["DeepseekV41ForCausalLM"]);
-    outer["model_type"] = json!("deepseek_v41");
-    fs::write(&config, outer.to_string()).unwrap();
-    told(read(), &["architectures", "DeepSeek-V4.1's drafter is not read"]);
-    told(load(), &["architectures", "DeepSeek-V4.1's drafter is not read"]);
 }
 
 /// A block sees no latents of the other sequences of its batch.
