@@ -6,9 +6,9 @@
 mod common;
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::slice;
 
 use common::{assert_close, device, max_abs, tensor};
 use deepspec_core::Tap;
@@ -28,95 +28,105 @@ import json, sys, torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-model_dir, output, decoded = sys.argv[1], sys.argv[2], int(sys.argv[3])
-if len(sys.argv) > 4:
-    # A random model of the given config, and random ids of the given lengths.
-    kind, settings, lengths = sys.argv[4], json.loads(sys.argv[5]), json.loads(sys.argv[6])
-    stacked, is_mxfp4 = settings.pop("stacked_experts", False), settings.pop("mxfp4", False)
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), attn_implementation="eager").float().eval()
-    with torch.no_grad():
-        for name, tensor in list(model.named_parameters()) + list(model.named_buffers()):
-            if "sinks" in name:
-                tensor.normal_(std=1.5)
-            elif kind == "gpt_oss" and "gate_up_proj" in name:
-                # One in ten gates is beyond the limit of 7.
-                tensor.normal_(std=0.8)
-            elif "conv1d" in name:
-                tensor.normal_(std=0.7)
-            elif "norm" in name or "layer_scalar" in name:
-                tensor.uniform_(0.6, 1.4)
-            elif name in model.state_dict():
-                tensor.normal_(std=1.0 if "embed" in name else 0.25)
-    # Experts are stored one by one, as in published checkpoints, or stacked as in memory.
-    model.save_pretrained(model_dir, save_original_format=not stacked)
-    if is_mxfp4:
-        # Random float4 experts take their place; transformers de-quantises them.
-        path = f"{model_dir}/model.safetensors"
-        tensors = load_file(path)
-        for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-            experts, inputs, outputs = tensors.pop(name).shape
-            tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-            tensors[f"{name}_scales"] = torch.randint(123, 127, (experts, outputs, inputs // 32), dtype=torch.uint8)
-        save_file(tensors, path, metadata={"format": "pt"})
-        config = json.load(open(f"{model_dir}/config.json"))
-        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-        json.dump(config, open(f"{model_dir}/config.json", "w"))
-        # It leaves the experts in bfloat16, whatever the dtype.
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").float().eval()
-    sequences = [torch.randint(settings["vocab_size"], (1, length)) for length in lengths]
-else:
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    sequences = None
 conversations = [
     [("user", "Hi"), ("assistant", "Hello.")],
     [("system", "You are a helpful assistant."), ("user", "Leopold has 4 envelopes with 8 candles in each. How many candles are there?"),
      ("assistant", "Leopold has 4 x 8 = 32 candles. The answer is 32."), ("user", "And with 9 more?"), ("assistant", "The sum reads 32 + 9 = 41.")],
     [("user", "Write a function that adds up the small values in a list. " * 12), ("assistant", "```python\ndef total(xs):\n    return sum(xs)\n```\n" * 8)],
 ]
-if sequences is None:
-    sequences = []
-    for conversation in conversations:
-        messages = [{"role": role, "content": content} for role, content in conversation]
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        sequences.append(torch.tensor([tokenizer(text, add_special_tokens=False).input_ids]))
-tensors = {}
-for index, ids in enumerate(sequences):
-    raw = []
-    # Hooks, because hidden_states ends with the normed state in place of the last layer's raw output.
-    hooks = [layer.register_forward_hook(lambda _, __, out: raw.append((out[0] if isinstance(out, tuple) else out)[0])) for layer in model.model.layers]
-    with torch.no_grad():
-        body = model.model(ids, output_hidden_states=True)
-        [hook.remove() for hook in hooks]
-        logits = model(ids).logits
-        # The last tokens one by one, behind the others in a KV cache.
-        keep = max(1, ids.shape[1] - decoded)
-        out = model(ids[:, :keep], use_cache=True)
-        steps = [out.logits[0, -1:]]
-        for at in range(keep, ids.shape[1]):
-            out = model(ids[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
-            steps.append(out.logits[0])
-    taps = torch.cat([body.hidden_states[0][0]] + raw, dim=-1)
-    values = {"ids": ids[0].int(), "taps": taps, "logits": logits[0], "steps": torch.cat(steps)}
-    values["hidden"] = body.last_hidden_state[0] / getattr(model.config, "logits_scaling", 1)
-    tensors |= {f"{name}{index}": value.contiguous().clone() for name, value in values.items()}
-save_file(tensors, output)
+
+def compute(model_dir, output, made):
+    if made:
+        # A random model of the given config, and random ids of the given lengths.
+        kind, settings, lengths = made
+        stacked, is_mxfp4 = settings.pop("stacked_experts", False), settings.pop("mxfp4", False)
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), attn_implementation="eager").float().eval()
+        with torch.no_grad():
+            for name, tensor in list(model.named_parameters()) + list(model.named_buffers()):
+                if "sinks" in name:
+                    tensor.normal_(std=1.5)
+                elif kind == "gpt_oss" and "gate_up_proj" in name:
+                    # One in ten gates is beyond the limit of 7.
+                    tensor.normal_(std=0.8)
+                elif "conv1d" in name:
+                    tensor.normal_(std=0.7)
+                elif "norm" in name or "layer_scalar" in name:
+                    tensor.uniform_(0.6, 1.4)
+                elif name in model.state_dict():
+                    tensor.normal_(std=1.0 if "embed" in name else 0.25)
+        # Experts are stored one by one, as in published checkpoints, or stacked as in memory.
+        model.save_pretrained(model_dir, save_original_format=not stacked)
+        if is_mxfp4:
+            # Random float4 experts take their place; transformers de-quantises them.
+            path = f"{model_dir}/model.safetensors"
+            tensors = load_file(path)
+            for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+                experts, inputs, outputs = tensors.pop(name).shape
+                tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+                tensors[f"{name}_scales"] = torch.randint(123, 127, (experts, outputs, inputs // 32), dtype=torch.uint8)
+            save_file(tensors, path, metadata={"format": "pt"})
+            config = json.load(open(f"{model_dir}/config.json"))
+            config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+            json.dump(config, open(f"{model_dir}/config.json", "w"))
+            # It leaves the experts in bfloat16, whatever the dtype.
+            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").float().eval()
+        sequences = [torch.randint(settings["vocab_size"], (1, length)) for length in lengths]
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        sequences = []
+        for conversation in conversations:
+            messages = [{"role": role, "content": content} for role, content in conversation]
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            sequences.append(torch.tensor([tokenizer(text, add_special_tokens=False).input_ids]))
+    tensors = {}
+    for index, ids in enumerate(sequences):
+        raw = []
+        # Hooks, because hidden_states ends with the normed state in place of the last layer's raw output.
+        hooks = [layer.register_forward_hook(lambda _, __, out: raw.append((out[0] if isinstance(out, tuple) else out)[0])) for layer in model.model.layers]
+        with torch.no_grad():
+            body = model.model(ids, output_hidden_states=True)
+            [hook.remove() for hook in hooks]
+            logits = model(ids).logits
+            # The last tokens one by one, behind the others in a KV cache.
+            keep = max(1, ids.shape[1] - decoded)
+            out = model(ids[:, :keep], use_cache=True)
+            steps = [out.logits[0, -1:]]
+            for at in range(keep, ids.shape[1]):
+                out = model(ids[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+                steps.append(out.logits[0])
+        taps = torch.cat([body.hidden_states[0][0]] + raw, dim=-1)
+        values = {"ids": ids[0].int(), "taps": taps, "logits": logits[0], "steps": torch.cat(steps)}
+        values["hidden"] = body.last_hidden_state[0] / getattr(model.config, "logits_scaling", 1)
+        tensors |= {f"{name}{index}": value.contiguous().clone() for name, value in values.items()}
+    save_file(tensors, output)
+
+decoded = int(sys.argv[1])
+for job in json.loads(sys.argv[2]):
+    compute(*job)
 "#;
 
-/// Runs the script for the model in `dir`. `made` makes it first: `model_type`, keys of its config, and the lengths of
-/// its sequences. None without a Python that can run it; the test is then skipped.
-fn reference(dir: &Path, output: &Path, made: &[&str]) -> Option<BTreeMap<String, Array>> {
+/// A model for the script.
+struct Job {
+    dir: PathBuf,
+    output: PathBuf,
+    /// Its `model_type`, config and lengths of sequences, if the script is to make it.
+    made: Option<Value>,
+}
+
+/// Runs the script for these models, in one process, and returns its arrays of each. None without a Python that can run it;
+/// the test is then skipped.
+fn references(jobs: &[Job]) -> Option<Vec<BTreeMap<String, Array>>> {
     let python = skip::python("torch and transformers")?;
+    let listed: Vec<Value> = jobs.iter().map(|job| json!([job.dir, job.output, job.made])).collect();
     let run = Command::new(python)
-        .args(["-c", SCRIPT])
-        .args([dir.as_os_str(), output.as_os_str(), OsStr::new(&DECODED.to_string())])
-        .args(made)
+        .args(["-c", SCRIPT, &DECODED.to_string(), &json!(listed).to_string()])
         .env("HF_HUB_OFFLINE", "1")
         .output()
         .unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
-    Some(golden::arrays(output))
+    Some(jobs.iter().map(|job| golden::arrays(&job.output)).collect())
 }
 
 /// Compares the target in `dir` with the reference, for each batch of sequences.
@@ -183,10 +193,10 @@ fn check(dir: &Path, arrays: &BTreeMap<String, Array>, batches: &[&[usize]]) {
 fn the_tiny_target_computes_what_transformers_computes() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
     let scratch = tempfile::tempdir().unwrap();
-    let output = scratch.path().join("reference.safetensors");
-    if let Some(arrays) = reference(&dir, &output, &[]) {
+    let job = Job { dir, output: scratch.path().join("reference.safetensors"), made: None };
+    if let Some(arrays) = references(slice::from_ref(&job)) {
         // Each conversation alone, then all in one ragged batch.
-        check(&dir, &arrays, &[&[0], &[1], &[2], &[2, 0, 1]]);
+        check(&job.dir, &arrays[0], &[&[0], &[1], &[2], &[2, 0, 1]]);
     }
 }
 
@@ -223,15 +233,19 @@ fn random_targets_compute_what_transformers_computes() {
 
 /// Compares random models of these `model_type`s, keys beside `sizes`, and lengths of sequences.
 fn check_random(sizes: &Value, cases: &[(&str, Value, [usize; 3])]) {
-    for (kind, own, lengths) in cases {
-        eprintln!("{kind} {own}");
+    let scratch = tempfile::tempdir().unwrap();
+    let job = |(index, (kind, own, lengths)): (usize, &(&str, Value, [usize; 3]))| {
         let mut settings = sizes.as_object().cloned().unwrap();
         settings.extend(own.as_object().cloned().unwrap());
-        let scratch = tempfile::tempdir().unwrap();
-        let (dir, output) = (scratch.path().join("model"), scratch.path().join("reference.safetensors"));
-        let (settings, lengths) = (Value::Object(settings).to_string(), json!(lengths).to_string());
-        let Some(arrays) = reference(&dir, &output, &[kind, &settings, &lengths]) else { return };
-        check(&dir, &arrays, &[&[0], &[1, 2, 0]]);
+        let dir = scratch.path().join(index.to_string());
+        let output = scratch.path().join(format!("{index}.safetensors"));
+        Job { dir, output, made: Some(json!([kind, settings, lengths])) }
+    };
+    let jobs: Vec<Job> = cases.iter().enumerate().map(job).collect();
+    let Some(arrays) = references(&jobs) else { return };
+    for ((job, arrays), (kind, own, _)) in jobs.iter().zip(&arrays).zip(cases) {
+        eprintln!("{kind} {own}");
+        check(&job.dir, arrays, &[&[0], &[1, 2, 0]]);
     }
 }
 

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::slice;
 
 use crate::common::{Folder, golden};
 use deepspec_checkpoint::{CheckpointError, GgufExport, Target, TensorType};
@@ -54,9 +55,21 @@ fn read_all(
     drafter: &Folder,
     matrices: TensorType,
     of_layers: &[&str],
-    mut map: Map<String, Value>,
+    map: Map<String, Value>,
 ) -> Option<(Value, &'static str)> {
-    let python = skip::python("gguf")?;
+    let written = write(drafter, matrices, of_layers, map);
+    Some((read_back(slice::from_ref(&written))?.remove(0), written.method))
+}
+
+/// A drafter that was written as GGUF.
+struct Written {
+    /// The file, the checkpoint, and the list of names.
+    paths: [PathBuf; 3],
+    method: &'static str,
+}
+
+/// Writes the drafter as GGUF, and the list of its tensors' names, for [`read_back`].
+fn write(drafter: &Folder, matrices: TensorType, of_layers: &[&str], mut map: Map<String, Value>) -> Written {
     let (source, target) = (
         open_checkpoint(drafter.path()).unwrap(),
         Target::open(&asset("tiny-target"), "owner/target").unwrap(),
@@ -86,11 +99,17 @@ fn read_all(
         }
     }
     fs::write(&list, json!(map).to_string()).unwrap();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/layouts/gguf_read.py");
     let weights = drafter.path().join("model.safetensors");
-    let run = Command::new(python).arg(script).args([&file, &weights, &list]).output().unwrap();
+    Written { paths: [file, weights, list], method: source.drafter().kind.method() }
+}
+
+/// The metadata of each file, which the gguf package reads in one process; None without the package.
+fn read_back(files: &[Written]) -> Option<Vec<Value>> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/layouts/gguf_read.py");
+    let mut command = Command::new(skip::python("gguf")?);
+    let run = command.arg(script).args(files.iter().flat_map(|file| &file.paths)).output().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
-    Some((serde_json::from_slice(&run.stdout).unwrap(), source.drafter().kind.method()))
+    Some(serde_json::from_slice(&run.stdout).unwrap())
 }
 
 #[test]
@@ -216,27 +235,30 @@ fn eagle3_names(drafter: &Folder) -> Map<String, Value> {
 #[test]
 fn llama_cpps_package_reads_scaled_rotary_embeddings() {
     let original = ("original_max_position_embeddings", json!(512));
-    for settings in [
+    let settings = [
         json!({"rope_type": "linear", "factor": 3.0}),
         json!({"rope_type": "yarn", "factor": 4.0}),
         json!({"rope_type": "yarn", "factor": null}),
         json!({"rope_type": "yarn", "factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": false}),
         json!({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25, "beta_fast": 0}),
         json!({"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.1}),
-    ] {
-        let drafter = llama_eagle3();
-        let mut config = drafter.config();
-        let mut settings = settings;
-        settings["rope_theta"] = json!(10000.0);
-        settings[original.0] = original.1.clone();
-        config["rope_parameters"] = settings;
-        config["max_position_embeddings"] = json!(3000);
-        drafter.put(&config);
-        let names = eagle3_names(&drafter);
-        if read_all(&drafter, TensorType::F32, &[], names).is_none() {
-            return;
-        }
-    }
+    ];
+    let drafters: Vec<(Folder, Written)> = settings
+        .into_iter()
+        .map(|mut settings| {
+            let drafter = llama_eagle3();
+            let mut config = drafter.config();
+            settings["rope_theta"] = json!(10000.0);
+            settings[original.0] = original.1.clone();
+            config["rope_parameters"] = settings;
+            config["max_position_embeddings"] = json!(3000);
+            drafter.put(&config);
+            let written = write(&drafter, TensorType::F32, &[], eagle3_names(&drafter));
+            (drafter, written)
+        })
+        .collect();
+    let (_folders, written): (Vec<Folder>, Vec<Written>) = drafters.into_iter().unzip();
+    read_back(&written);
 }
 
 #[test]

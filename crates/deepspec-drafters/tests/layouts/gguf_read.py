@@ -1,10 +1,10 @@
-"""What the gguf package reads of a file, beside the safetensors it was made from.
+"""Compares GGUF files, as the gguf package reads them, with the safetensors that they were made from.
 
-usage: gguf_read.py FILE.gguf CHECKPOINT.safetensors NAMES.json
+usage: gguf_read.py [FILE.gguf CHECKPOINT.safetensors NAMES.json]...
 
-NAMES says which tensor of the checkpoint each of the file's is, null for one of zeros; {"of", "pairs"} is one with the rows of so many heads in pairs,
-{"config"} what a factor a plane transformers stretches the rotation of this config by. Prints the file's metadata as JSON. Its attn_factor is compared with
-transformers' factor on cosines and sines.
+NAMES maps each tensor of the file to one of the checkpoint. null is a tensor of zeros. {"of", "pairs"} has the rows of so many heads in pairs. {"config"} has
+the factors by which transformers stretches the rotation of this config. Prints the metadata of each file as a JSON list. The attn_factor of a file is compared
+with transformers' factor on cosines and sines.
 """
 
 import json
@@ -15,12 +15,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from safetensors.torch import load_file
 
-reader = GGUFReader(sys.argv[1])
-weights, names = load_file(sys.argv[2]), json.load(open(sys.argv[3]))
-found = {}
-
-
-def expected_of(source, shape):
+def expected_of(source, shape, weights, reader):
     if source is None:
         return torch.zeros(shape)
     if isinstance(source, str):
@@ -44,19 +39,25 @@ def expected_of(source, shape):
     return plain / stretched
 
 
-for tensor in reader.tensors:
-    ids = tensor.tensor_type == GGMLQuantizationType.I64
-    values = tensor.data if ids else dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-    # Dimensions are told fastest first.
-    shape = [int(size) for size in reversed(tensor.shape)]
-    source = names.pop(tensor.name)
-    expected = expected_of(source, shape)
-    assert list(expected.shape) == shape, (tensor.name, shape, expected.shape)
-    values = torch.from_numpy(values.copy()).view(shape)
-    # Factors are computed, all else is copied.
-    same = torch.allclose(values, expected, rtol=1e-6, atol=0) if "rope" in tensor.name else torch.equal(values, expected)
-    assert same, tensor.name
-    found[tensor.name] = tensor.tensor_type.name
-assert not names, names
-fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-json.dump({"fields": fields, "tensors": found}, sys.stdout)
+def check(file, checkpoint, names):
+    """Compares all tensors of a file, and returns its metadata."""
+    reader, weights = GGUFReader(file), load_file(checkpoint)
+    names, found = json.load(open(names)), {}
+    for tensor in reader.tensors:
+        ids = tensor.tensor_type == GGMLQuantizationType.I64
+        values = tensor.data if ids else dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        # Dimensions are told fastest first.
+        shape = [int(size) for size in reversed(tensor.shape)]
+        expected = expected_of(names.pop(tensor.name), shape, weights, reader)
+        assert list(expected.shape) == shape, (tensor.name, shape, expected.shape)
+        values = torch.from_numpy(values.copy()).view(shape)
+        # Factors are computed, all else is copied.
+        same = torch.allclose(values, expected, rtol=1e-6, atol=0) if "rope" in tensor.name else torch.equal(values, expected)
+        assert same, tensor.name
+        found[tensor.name] = tensor.tensor_type.name
+    assert not names, names
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    return {"fields": fields, "tensors": found}
+
+
+json.dump([check(*paths) for paths in zip(*[iter(sys.argv[1:])] * 3)], sys.stdout)
