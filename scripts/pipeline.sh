@@ -309,7 +309,7 @@ if [ "$target_server" = vllm ]; then stages+=(export evaluation); else stages+=(
 if [ "$engine" = none ]; then
     unset 'stages[-1]'
 elif grep -Eq '(^|[{ ])(mtp|xpress|dspark_v4):' "$recipe"; then
-    usage "no engine loads the MTP-1, xPress or DSpark of DeepSeek-V4 of $recipe; --engine none writes no files for one"
+    usage "the MTP-1, xPress or DSpark of DeepSeek-V4 of $recipe is not written for engines here; take --engine none"
 elif grep -Eq '(^|[{ ])gemma4_assistant:' "$recipe"; then
     usage "the checkpoint of the assistant of $recipe has the layout that engines load; take --engine none"
 elif [ "$engine" != vllm ] && grep -Eq '(^|[{ ])peagle:' "$recipe"; then
