@@ -96,7 +96,7 @@ impl Router<'_> {
 }
 
 /// `Σ_j s_j · expert_{e_j}(x)` of `x [N, d]`, with the weights s and the experts e of each row: `[N, d]`. The experts are gated
-/// MLPs, by [`gated_mlp`]; otherwise as [`combine_experts`]. Records no gradients.
+/// MLPs, by [`gated_mlp`]; otherwise as [`combine_experts`]. Stored weights have gradients, packed ones have none.
 pub fn mixture_of_experts(x: &Tensor, weights: MixtureOfExperts<'_>) -> Tensor {
     let MixtureOfExperts { router, experts, activation } = weights;
     combine_experts(x, router, experts.len(), |expert, rows| {
@@ -292,6 +292,40 @@ mod tests {
         let expected = Tensor::run_backward(&[loss(&expected)], &inputs, false, false);
         for (found, expected) in found.iter().zip(&expected) {
             assert!(largest(expected) > 0.0 && largest(&(found - expected)) < 1e-4 * largest(expected));
+        }
+    }
+
+    /// Rows, router and experts have the gradients that they have where every expert computes every row.
+    #[test]
+    fn stored_experts_have_the_gradients_of_the_reference() {
+        const EXPERTS: i64 = 6;
+        let learned = |tensor: Tensor| tensor.detach().copy().set_requires_grad(true);
+        let gradient = |tensor: &Tensor| crate::grad_or_zeros(tensor).copy();
+        let weights = stacked(EXPERTS, Kind::Float);
+        for scores in SCORES {
+            let form: fn(Tensor) -> Weight =
+                |tensor| Weight::Stored(tensor.detach().copy().set_requires_grad(true));
+            let (layer, x) = (Layer::new(&weights, form), learned(values(&[9, D], 5)));
+            let loss = |y: &Tensor| (y * values(&[9, D], 6)).sum(Kind::Float);
+            loss(&layer.run(&x, 2, scores)).backward();
+            let of = |part: fn(&Expert) -> &Weight| {
+                let each = layer.experts.iter().map(|expert| gradient(&part(expert).to_tensor()));
+                Tensor::stack(&each.collect::<Vec<_>>(), 0)
+            };
+            let found = [
+                gradient(&layer.router.to_tensor()),
+                of(|expert| &expert.gate),
+                of(|expert| &expert.up),
+                of(|expert| &expert.down),
+                gradient(&x),
+            ];
+            let (all, rows) = (weights.each_ref().map(|own| learned(own.shallow_clone())), learned(x));
+            loss(&reference::mixture_of_experts(&rows, &all, 2, scores)).backward();
+            for (found, own) in found.iter().zip(all.iter().chain([&rows])) {
+                let expected = own.grad();
+                let (off, most) = (largest(&(found - &expected)), largest(&expected));
+                assert!(most > 0.0 && off < 1e-4 * most, "{scores:?}: {off:e} of {most:e}");
+            }
         }
     }
 
