@@ -253,8 +253,8 @@ fn dspark_that_recomputes_its_layers() {
 /// reads the drafter.
 #[test]
 fn dspark_with_lora() {
-    let drafter = dspark(16, 6);
-    Case { drafter, gemma: false, precision: "fp32", samples: 1, tokens: 256, recompute: false }
+    let drafter = dspark(16, 7);
+    Case { drafter, target: QWEN3, precision: "fp32", samples: 1, tokens: 256, recompute: false }
         .check_with(&json!({"lora": {"r": 16}, "init_from": "unread"}));
 }
 

@@ -150,6 +150,10 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
             // Keeps the head dim, on which rotary settings and scales depend.
             let heads = &mut layer.attention.heads;
             (heads.query, heads.key_value) = (2, 1);
+            if let Some(experts) = &mut layer.experts {
+                (experts.count, experts.active, experts.width) = (4, experts.active.min(2), 64);
+                experts.shared_width = experts.shared_width.map(|_| 64);
+            }
         }
         let model = model.clone();
         let (objective, trained) = (self.objective.clone(), self.trained.clone());

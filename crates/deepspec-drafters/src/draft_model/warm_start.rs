@@ -3,6 +3,7 @@
 use std::fmt::Display;
 
 use deepspec_models::ModelConfig;
+use deepspec_models::nn::LayerSpec;
 
 /// Collects settings that must be equal for the weights to be loaded.
 #[derive(Default)]
@@ -34,6 +35,8 @@ impl WarmStartCheck {
         if let Some((there, here)) = there.layers.iter().zip(&here.layers).find(|(there, here)| there != here)
         {
             self.compare("intermediate_size", there.intermediate_size, here.intermediate_size);
+            let experts = |layer: &LayerSpec| layer.experts.map_or("none".into(), |own| own.to_string());
+            self.compare("experts", experts(there), experts(here));
             self.compare("attention", there.attention, here.attention);
             self.compare("rope", there.rope, here.rope);
             self.compare("rms_norm_eps", there.eps, here.eps);

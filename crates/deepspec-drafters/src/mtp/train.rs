@@ -187,7 +187,7 @@ fn sample_flops(config: &MtpConfig, sample: &TrainSample) -> f64 {
     let Heads { query, key_value, dim } = layer.attention.heads;
     let (queries, keys) = ((query * dim) as f64, (key_value * dim) as f64);
     let gates = if layer.output_gate { queries } else { 0.0 };
-    let projected = d * (2.0 * d + 2.0 * queries + gates + 2.0 * keys + 3.0 * layer.intermediate_size as f64);
+    let projected = d * (2.0 * d + 2.0 * queries + gates + 2.0 * keys) + layer.active_mlp_weights() as f64;
     let of_steps = TRAINED_FACTOR * steps as f64 * (count * projected + 2.0 * seen * queries);
     let rows: usize = (0..steps).map(|step| supervised_count(&sample.loss_mask, step, steps)).sum();
     let (draft_logits, target_logits) = (FROZEN_FACTOR * rows as f64 * d * vocab, rows as f64 * d * vocab);

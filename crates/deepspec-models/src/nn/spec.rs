@@ -1,5 +1,7 @@
 //! Settings of a decoder layer, without the names of families.
 
+use std::fmt;
+
 use deepspec_ops::{Activation, AttentionSpec, GatedDeltaSpec, RopeSpec, RouterScores, SavedTensorSizes};
 
 /// How a layer computes its attention values.
@@ -61,6 +63,14 @@ pub struct ExpertsSpec {
     pub tensors: ExpertTensors,
 }
 
+impl fmt::Display for ExpertsSpec {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Self { count, active, width, .. } = self;
+        write!(f, "{active} of {count} of width {width}")?;
+        self.shared_width.map_or(Ok(()), |width| write!(f, " and a shared one of width {width}"))
+    }
+}
+
 /// One decoder layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerSpec {
@@ -104,8 +114,8 @@ pub struct LayerSpec {
 }
 
 impl LayerSpec {
-    /// Bytes that autograd saves per row of a layer with an MLP: norms, queries, keys and values, the output of attention, and the MLP.
-    /// A value has `value` bytes.
+    /// Bytes that autograd saves per row of a layer: norms, queries, keys and values, the output of attention, and the MLP or the
+    /// row's experts. A value has `value` bytes.
     pub fn saved_bytes(&self, saved: SavedTensorSizes, value: usize) -> usize {
         let (d, heads) = (self.hidden_size as usize, self.attention.heads);
         let queries = (heads.query * heads.dim) as usize;
@@ -115,7 +125,20 @@ impl LayerSpec {
         d * (2 * (saved.norm_bytes_per_value + value) + after)
             + queries * (head_norm + 3 * value)
             + self.saved_key_value_bytes(saved, value)
-            + saved.mlp_tensors * self.intermediate_size as usize * value
+            + self.saved_mlp_bytes(saved, value)
+    }
+
+    /// Bytes that autograd saves for a row's MLP, or for its router and experts, without its input.
+    fn saved_mlp_bytes(&self, saved: SavedTensorSizes, value: usize) -> usize {
+        let inside = |width: i64| saved.mlp_tensors * width as usize * value;
+        let Some(ExpertsSpec { count, active, width, shared_width, .. }) = self.experts else {
+            return inside(self.intermediate_size);
+        };
+        let (d, float) = (self.hidden_size as usize, size_of::<f32>());
+        // Each expert has a copy of its rows. Its output is in float32, where it is weighted.
+        let expert = inside(width) + d * (value + float);
+        let shared = shared_width.map_or(0, |width| inside(width) + d * value);
+        count as usize * float + active as usize * expert + shared
     }
 
     /// Number of weights of the projections of attention, or of Gated DeltaNet.
@@ -132,13 +155,19 @@ impl LayerSpec {
 
     /// Number of weights of the MLP, or of the router and all experts, the shared one included.
     pub fn mlp_weights(&self) -> i64 {
-        match self.experts {
-            Some(ExpertsSpec { count, width, shared_width, .. }) => {
-                let shared = shared_width.map_or(0, |width| 1 + 3 * width);
-                self.hidden_size * (count * (1 + 3 * width) + shared)
-            }
-            None => 3 * self.hidden_size * self.intermediate_size,
-        }
+        self.mlp_weights_with(|experts| experts.count)
+    }
+
+    /// Number of weights that a row runs through in the MLP, or in the router and its experts.
+    pub fn active_mlp_weights(&self) -> i64 {
+        self.mlp_weights_with(|experts| experts.active)
+    }
+
+    /// [`Self::mlp_weights`] of so many experts.
+    fn mlp_weights_with(&self, number: fn(&ExpertsSpec) -> i64) -> i64 {
+        let Some(experts) = &self.experts else { return 3 * self.hidden_size * self.intermediate_size };
+        let shared = experts.shared_width.map_or(0, |width| 1 + 3 * width);
+        self.hidden_size * (experts.count + 3 * experts.width * number(experts) + shared)
     }
 
     /// Bytes that autograd saves for a row's keys and values. A value has `value` bytes.
