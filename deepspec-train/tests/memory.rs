@@ -19,11 +19,15 @@ const LEAST_REAL: u64 = 150 << 20;
 /// Minimum memory beyond the program itself, so that the comparison is about tensors.
 const LEAST_TENSORS: u64 = 300 << 20;
 const VOCAB: usize = 4096;
+/// Shapes of targets in `configs/shapes`.
+const QWEN3: &str = "qwen3_4b";
+const GEMMA4: &str = "gemma4_12b";
+const MIXTURE: &str = "qwen3_5_35b_a3b";
 
 /// One setting: drafter and sizes.
 struct Case {
     drafter: Value,
-    gemma: bool,
+    target: &'static str,
     precision: &'static str,
     samples: usize,
     tokens: usize,
@@ -109,11 +113,10 @@ fn peagle(segments: usize) -> Value {
 }
 
 /// A folder with the config.json of a medium-sized target.
-fn target(dir: &Path, gemma: bool) {
-    let shape = if gemma { "gemma4_12b" } else { "qwen3_4b" };
+fn target(dir: &Path, shape: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/shapes").join(format!("{shape}.json"));
     let mut config: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
-    let sizes = if gemma { &mut config["text_config"] } else { &mut config };
+    let sizes = if config["text_config"].is_object() { &mut config["text_config"] } else { &mut config };
     for (key, size) in [
         ("hidden_size", 512),
         ("intermediate_size", 1536),
@@ -125,8 +128,18 @@ fn target(dir: &Path, gemma: bool) {
     ] {
         sizes[key] = json!(size);
     }
-    if gemma {
-        sizes["global_head_dim"] = json!(128);
+    let own: &[(&str, usize)] = match shape {
+        GEMMA4 => &[("global_head_dim", 128)],
+        MIXTURE => &[
+            ("num_experts", 16),
+            ("num_experts_per_tok", 4),
+            ("moe_intermediate_size", 256),
+            ("shared_expert_intermediate_size", 256),
+        ],
+        _ => &[],
+    };
+    for (key, size) in own {
+        sizes[key] = json!(size);
     }
     fs::write(dir.join("config.json"), config.to_string()).unwrap();
 }
@@ -157,7 +170,7 @@ impl Case {
     /// As [`Self::check`], with these further keys of `train`.
     fn check_with(self, own: &Value) {
         let dir = tempfile::tempdir().unwrap();
-        target(dir.path(), self.gemma);
+        target(dir.path(), self.target);
         let layers: &[i64] = match () {
             () if self.drafter.get("mtp").is_some() => &[],
             () if self.drafter.get("gemma4_assistant").is_some() => &[9, 10],
@@ -205,7 +218,7 @@ impl Case {
 fn dspark_in_float32() {
     Case {
         drafter: dspark(128, 2),
-        gemma: false,
+        target: QWEN3,
         precision: "fp32",
         samples: 2,
         tokens: 1024,
@@ -221,7 +234,7 @@ fn dspark_in_bfloat16() {
     }
     Case {
         drafter: dspark(128, 3),
-        gemma: false,
+        target: QWEN3,
         precision: "bf16",
         samples: 2,
         tokens: 1024,
@@ -234,7 +247,7 @@ fn dspark_in_bfloat16() {
 fn dspark_with_many_short_samples() {
     Case {
         drafter: dspark(48, 4),
-        gemma: false,
+        target: QWEN3,
         precision: "fp32",
         samples: 6,
         tokens: 384,
@@ -246,7 +259,7 @@ fn dspark_with_many_short_samples() {
 #[test]
 fn dspark_that_recomputes_its_layers() {
     let drafter = dspark(128, 6);
-    Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 1024, recompute: true }.check();
+    Case { drafter, target: QWEN3, precision: "fp32", samples: 2, tokens: 1024, recompute: true }.check();
 }
 
 /// LoRA holds target weights twice, and a backward pass computes their gradients. Neither plan nor bench
@@ -262,7 +275,7 @@ fn dspark_with_lora() {
 fn dflash_with_long_blocks() {
     Case {
         drafter: dflash(64, 16),
-        gemma: false,
+        target: QWEN3,
         precision: "fp32",
         samples: 2,
         tokens: 768,
@@ -273,49 +286,49 @@ fn dflash_with_long_blocks() {
 
 #[test]
 fn jetspec_in_float32() {
-    Case { drafter: jetspec(), gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }
+    Case { drafter: jetspec(), target: QWEN3, precision: "fp32", samples: 2, tokens: 768, recompute: false }
         .check();
 }
 
 #[test]
 fn dspark_with_attention_sinks() {
     let drafter = dspark_with_sinks();
-    Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 1024, recompute: false }.check();
+    Case { drafter, target: QWEN3, precision: "fp32", samples: 2, tokens: 1024, recompute: false }.check();
 }
 
 #[test]
 fn xpress_with_three_rounds_on_dflash2() {
-    Case { drafter: xpress(), gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }
+    Case { drafter: xpress(), target: QWEN3, precision: "fp32", samples: 2, tokens: 768, recompute: false }
         .check();
 }
 
 #[test]
 fn dflash2_with_six_taps() {
-    Case { drafter: dflash2(), gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }
+    Case { drafter: dflash2(), target: QWEN3, precision: "fp32", samples: 2, tokens: 768, recompute: false }
         .check();
 }
 
 #[test]
 fn domino_in_float32() {
     let drafter = domino(64, 16);
-    Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }.check();
+    Case { drafter, target: QWEN3, precision: "fp32", samples: 2, tokens: 768, recompute: false }.check();
 }
 
 #[test]
 fn domino_that_recomputes_its_layers() {
     let drafter = domino(96, 16);
-    Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: true }.check();
+    Case { drafter, target: QWEN3, precision: "fp32", samples: 2, tokens: 768, recompute: true }.check();
 }
 
 #[test]
 fn dspark_of_deepseek_v4_in_float32() {
     let drafter = dspark_v4();
-    Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }.check();
+    Case { drafter, target: QWEN3, precision: "fp32", samples: 2, tokens: 768, recompute: false }.check();
 }
 
 #[test]
 fn eagle3_in_float32() {
-    Case { drafter: eagle3(), gemma: false, precision: "fp32", samples: 2, tokens: 512, recompute: false }
+    Case { drafter: eagle3(), target: QWEN3, precision: "fp32", samples: 2, tokens: 512, recompute: false }
         .check();
 }
 
@@ -324,7 +337,7 @@ fn eagle3_in_bfloat16() {
     if !has_bfloat16_products() {
         return;
     }
-    Case { drafter: eagle3(), gemma: false, precision: "bf16", samples: 1, tokens: 1024, recompute: false }
+    Case { drafter: eagle3(), target: QWEN3, precision: "bf16", samples: 1, tokens: 1024, recompute: false }
         .check();
 }
 
@@ -335,18 +348,18 @@ fn eagle3_with_a_reduced_vocabulary() {
     DraftVocab::most_frequent(&[1; VOCAB], VOCAB / 4).unwrap().write(&file).unwrap();
     let mut drafter = eagle3();
     drafter["eagle3"]["draft_vocab"] = json!(file);
-    Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 640, recompute: false }.check();
+    Case { drafter, target: QWEN3, precision: "fp32", samples: 2, tokens: 640, recompute: false }.check();
 }
 
 #[test]
 fn p_eagle_in_float32() {
-    Case { drafter: peagle(1), gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }
+    Case { drafter: peagle(1), target: QWEN3, precision: "fp32", samples: 2, tokens: 768, recompute: false }
         .check();
 }
 
 #[test]
 fn p_eagle_in_segments() {
-    Case { drafter: peagle(3), gemma: false, precision: "fp32", samples: 2, tokens: 1024, recompute: false }
+    Case { drafter: peagle(3), target: QWEN3, precision: "fp32", samples: 2, tokens: 1024, recompute: false }
         .check();
 }
 
@@ -355,13 +368,13 @@ fn p_eagle_in_bfloat16() {
     if !has_bfloat16_products() {
         return;
     }
-    Case { drafter: peagle(1), gemma: false, precision: "bf16", samples: 2, tokens: 1024, recompute: false }
+    Case { drafter: peagle(1), target: QWEN3, precision: "bf16", samples: 2, tokens: 1024, recompute: false }
         .check();
 }
 
 #[test]
 fn mtp_1_in_float32() {
-    Case { drafter: mtp(), gemma: false, precision: "fp32", samples: 2, tokens: 1024, recompute: false }
+    Case { drafter: mtp(), target: QWEN3, precision: "fp32", samples: 2, tokens: 1024, recompute: false }
         .check();
 }
 
@@ -370,27 +383,40 @@ fn mtp_1_in_bfloat16() {
     if !has_bfloat16_products() {
         return;
     }
-    Case { drafter: mtp(), gemma: false, precision: "bf16", samples: 2, tokens: 1024, recompute: false }
+    Case { drafter: mtp(), target: QWEN3, precision: "bf16", samples: 2, tokens: 1024, recompute: false }
         .check();
 }
 
 #[test]
 fn mtp_1_for_gemma4() {
-    Case { drafter: mtp(), gemma: true, precision: "fp32", samples: 2, tokens: 1024, recompute: false }
+    Case { drafter: mtp(), target: GEMMA4, precision: "fp32", samples: 2, tokens: 1024, recompute: false }
+        .check();
+}
+
+#[test]
+fn mtp_1_with_experts() {
+    Case { drafter: mtp(), target: MIXTURE, precision: "fp32", samples: 2, tokens: 768, recompute: false }
         .check();
 }
 
 #[test]
 fn an_assistant_of_gemma4() {
-    Case { drafter: assistant(), gemma: true, precision: "fp32", samples: 1, tokens: 640, recompute: false }
-        .check();
+    Case {
+        drafter: assistant(),
+        target: GEMMA4,
+        precision: "fp32",
+        samples: 1,
+        tokens: 640,
+        recompute: false,
+    }
+    .check();
 }
 
 #[test]
 fn dspark_for_gemma4() {
     Case {
         drafter: dspark(128, 2),
-        gemma: true,
+        target: GEMMA4,
         precision: "fp32",
         samples: 2,
         tokens: 1024,

@@ -7,6 +7,7 @@ use safetensors::Dtype;
 
 use crate::draft_vocab::{D2T, DraftVocab};
 use crate::drafter::Incompatibility;
+use crate::experts::stack_shapes;
 use crate::fields::read_object;
 use crate::shapes::{self, REBUILT_TENSORS};
 use crate::{
@@ -146,6 +147,7 @@ impl Checkpoint {
         let Some(wanted) = shapes::tensor_shapes(&self.dir.join("config.json"), &self.drafter)? else {
             return Ok(());
         };
+        let wanted = if self.format.stacks_experts() { stack_shapes(wanted) } else { wanted };
         let ends = [(shapes::EMBED, self.drafter.vocab_size), (shapes::HEAD, self.drafter.draft_vocab_size)];
         let shape = |rows: u64| vec![rows as usize, self.drafter.hidden_size as usize];
         let ends: Vec<(String, Vec<usize>)> = ends

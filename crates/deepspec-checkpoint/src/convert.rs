@@ -7,6 +7,7 @@ use safetensors::Dtype;
 use serde_json::{Map, Value};
 
 use crate::draft_vocab::{D2T, DraftVocab};
+use crate::experts::{copy_by_expert, stack_experts};
 use crate::numbers::{cast, differing_rows};
 use crate::shapes::{EMBED, HEAD, REBUILT_TENSORS, is_embed_or_head};
 use crate::shards::{MAX_SHARD_BYTES, is_weights_file};
@@ -155,8 +156,9 @@ pub(crate) fn other_tensors(
     source: &Checkpoint,
     to: CheckpointFormat,
 ) -> Result<(Vec<TensorToWrite<'_>>, Vec<String>), CheckpointError> {
-    let (mut tensors, mut dropped) = (vec![], vec![]);
+    let (mut tensors, mut others, mut dropped) = (vec![], vec![], vec![]);
     let drafter = source.drafter();
+    let kind = drafter.kind.as_ref();
     if drafter.has_reduced_vocab() {
         tensors = DraftVocab::of_tensors(source.tensors(), drafter.vocab_size as usize)?.tensors();
         tensors.retain(|tensor| tensor.name == D2T || to != CheckpointFormat::Reference);
@@ -164,12 +166,14 @@ pub(crate) fn other_tensors(
     let is_kept = |name: &str| tensors.iter().any(|kept| kept.name == name);
     let rebuilt = source.tensors().iter().map(|(name, _)| name).filter(|name| REBUILT_TENSORS.contains(name));
     dropped.extend(rebuilt.filter(|name| !is_kept(name)).map(String::from));
-    tensors.extend(renamed_tensors(source, to).map(|(stored, name, facts)| TensorToWrite {
-        name,
-        dtype: facts.dtype,
-        shape: facts.shape.clone(),
-        source: TensorSource::Copy(source.tensors(), stored.into()),
-    }));
+    for (stored, reference_name, _) in renamed_tensors(source, CheckpointFormat::Reference) {
+        others.extend(copy_by_expert(source.tensors(), stored, &reference_name)?);
+    }
+    if to.stacks_experts() {
+        others = stack_experts(others, source.tensors())?;
+    }
+    others.iter_mut().for_each(|tensor| tensor.name = to.to_format_name(kind, &tensor.name));
+    tensors.extend(others);
     Ok((tensors, dropped))
 }
 

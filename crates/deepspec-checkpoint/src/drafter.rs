@@ -259,7 +259,7 @@ impl Drafter {
         if !self.kind.has_layers_of(self.family) {
             let family = self.family;
             let known = self.families.iter().filter(|known| self.kind.has_layers_of(known));
-            let known = known.map(|family| family.name).collect::<Vec<_>>().join(" and ");
+            let known = known.map(|family| family.name).collect::<Vec<_>>().join(", ");
             return Some(format!(
                 "its layers are {family}'s; only {known} draft layers mean the same in all formats"
             ));

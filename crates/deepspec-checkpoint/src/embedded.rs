@@ -9,6 +9,7 @@ use safetensors::Dtype;
 use serde_json::{Map, Value};
 
 use crate::convert::{Converted, cast_bytes, check_target_matches, other_tensors, renamed_tensors};
+use crate::experts::{copy_by_expert, stack_experts, stack_shapes, stores_each_expert};
 use crate::fields::read_object;
 use crate::numbers::to_float32;
 use crate::quantised::{BlockFormat, DeepseekV4};
@@ -25,7 +26,7 @@ const MERGED: &str = "its target's checkpoint";
 
 /// Plans a drafter checkpoint of the tensors whose names begin with `prefix` in the target's checkpoint. They are copied
 /// byte for byte without the prefix, and the target's embedding and LM head with them. `shapes` are the drafter's
-/// tensors, and `config` is its config.json.
+/// tensors, and `config` is its config.json. Each expert gets tensors of its own, also where two of the target's hold all.
 ///
 /// # Errors
 /// A tensor that is missing, has another shape, or that the drafter has no use for.
@@ -35,27 +36,30 @@ pub fn extract<'a>(
     shapes: &TensorShapes,
     config: Map<String, Value>,
 ) -> Result<Converted<'a>, CheckpointError> {
-    let (source, known): (_, HashMap<&str, &[usize]>) =
-        (target.tensors(), shapes.iter().map(|(name, shape)| (&**name, &**shape)).collect());
-    let mut stored = source.iter().filter_map(|(name, _)| name.strip_prefix(prefix));
-    if let Some(other) = stored.find(|name| !known.contains_key(name)) {
+    let source = target.tensors();
+    let stored = || source.iter().filter_map(|(name, _)| name.strip_prefix(prefix));
+    let shapes = match stores_each_expert(stored()) {
+        Some(false) => stack_shapes(shapes.clone()),
+        _ => shapes.clone(),
+    };
+    let known: HashMap<&str, &[usize]> = shapes.iter().map(|(name, shape)| (&**name, &**shape)).collect();
+    if let Some(other) = stored().find(|name| !known.contains_key(name)) {
         return Err(source.error(&format!("{prefix}{other}"), "the drafter has no such tensor"));
     }
-    let own = shapes.iter().map(|(name, shape)| (name.clone(), format!("{prefix}{name}"), Some(shape)));
-    let ends =
-        [(EMBED, target.embed()), (HEAD, target.head())].map(|(name, theirs)| (name.into(), theirs, None));
-    let copy = |(name, theirs, expected): (String, String, Option<&Vec<usize>>)| {
+    let own = shapes.iter().map(|(name, shape)| (&**name, format!("{prefix}{name}"), Some(shape)));
+    let ends = [(EMBED, target.embed()), (HEAD, target.head())].map(|(name, theirs)| (name, theirs, None));
+    let mut tensors = vec![];
+    for (name, theirs, expected) in own.chain(ends) {
         let found = target.metadata(&theirs)?;
         if let Some(expected) = expected.filter(|expected| **expected != found.shape) {
             let problem = format!("shape {:?}, the config wants {expected:?}", found.shape);
             return Err(source.error(&theirs, problem));
         }
-        let (dtype, shape) = (found.dtype, found.shape.clone());
-        Ok(TensorToWrite { name, dtype, shape, source: TensorSource::Copy(source, theirs) })
-    };
+        tensors.extend(copy_by_expert(source, &theirs, name)?);
+    }
     Ok(Converted {
         config,
-        tensors: own.chain(ends).map(copy).collect::<Result<_, CheckpointError>>()?,
+        tensors,
         dropped: vec![],
         copied_from_target: vec![EMBED.into(), HEAD.into()],
         max_shard_bytes: MAX_SHARD_BYTES,
@@ -79,6 +83,8 @@ pub struct MergedTarget<'a> {
 /// Plans a copy of the target's checkpoint whose tensors below `prefix` are those of the drafter `source`. All other tensors
 /// are copied byte for byte. Engines look for the drafter by `keys` of the target's config. The copy gets those that the target lacks.
 ///
+/// Experts have the form that they have below `prefix` in the target, or else in its layers.
+///
 /// # Errors
 /// If the drafter does not fit the target: its sizes, embedding or LM head differ. Also if the target is quantised, because
 /// engines would read the drafter's tensors as quantised ones.
@@ -90,6 +96,11 @@ pub fn merge<'a>(
 ) -> Result<MergedTarget<'a>, CheckpointError> {
     check_target_matches(source, source.drafter(), target, MERGED)?;
     let (mut drafter, _) = other_tensors(source, CheckpointFormat::Reference)?;
+    let names = || target.tensors().iter().map(|(name, _)| name);
+    let replaced = names().filter(|name| name.starts_with(prefix));
+    if stores_each_expert(replaced).or_else(|| stores_each_expert(names())) != Some(true) {
+        drafter = stack_experts(drafter, source.tensors())?;
+    }
     drafter.iter_mut().for_each(|tensor| tensor.name.insert_str(0, prefix));
     let dir = target.dir();
     let config = read_object(&dir.join("config.json"))?;

@@ -6,6 +6,7 @@ use std::fmt;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
+use crate::experts::EXPERTS_KEY;
 use crate::shapes::OUTPUT_GATE_KEY;
 
 /// A family of decoder architectures, for language models and for draft layers.
@@ -28,7 +29,16 @@ pub struct DecoderFamily {
 impl DecoderFamily {
     /// Whether layers of the family may have a gate on attention's output: its defaults then name the key.
     pub fn may_have_output_gate(&self) -> bool {
-        (self.defaults)().iter().any(|(key, _)| *key == OUTPUT_GATE_KEY)
+        self.has_default(OUTPUT_GATE_KEY)
+    }
+
+    /// Whether layers of the family have experts: its defaults then name their number.
+    pub fn has_experts(&self) -> bool {
+        self.has_default(EXPERTS_KEY)
+    }
+
+    fn has_default(&self, key: &str) -> bool {
+        (self.defaults)().iter().any(|(known, _)| *known == key)
     }
 }
 

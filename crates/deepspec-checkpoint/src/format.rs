@@ -48,6 +48,11 @@ impl CheckpointFormat {
         matches!(self, Self::Reference | Self::Speculators | Self::DeepseekV4)
     }
 
+    /// Whether two tensors of a layer hold all its experts. Otherwise each expert has tensors of its own.
+    pub(crate) fn stacks_experts(self) -> bool {
+        self == Self::Speculators
+    }
+
     /// Converts a tensor name of this format to the reference's.
     pub(crate) fn to_reference_name(self, kind: &dyn KindSettings, name: &str) -> String {
         let renamed =

@@ -20,6 +20,7 @@ mod drafter;
 mod embedded;
 mod engines;
 mod error;
+mod experts;
 mod export;
 mod families;
 mod fields;
@@ -47,6 +48,7 @@ pub use drafter::{Drafter, Incompatibility, KindSettings, SGLANG_HAS_NO_SINKS, S
 pub use embedded::{MergedTarget, StoredAs, extract, merge, merge_into_deepseek_v4};
 pub use engines::convert_for_engine;
 pub use error::CheckpointError;
+pub use experts::{EXPERTS_KEY, MAX_EXPERTS};
 pub use export::{Engine, EngineSupport, ExportTarget};
 pub use families::{DecoderFamily, Family};
 pub use fields::Fields;

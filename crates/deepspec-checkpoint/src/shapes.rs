@@ -5,6 +5,7 @@ use std::path::Path;
 
 use crate::CheckpointError;
 use crate::drafter::{Drafter, TensorShapes};
+use crate::experts::{expert_shapes, gated_mlp_shapes};
 use crate::fields::Fields;
 
 /// Config key of attention sinks, and the name of a layer's sinks `[H]` below `self_attn`. vLLM reads the key in `dflash_config`.
@@ -58,7 +59,12 @@ pub fn tensor_shapes(path: &Path, drafter: &Drafter) -> Result<Option<TensorShap
         return Ok(None);
     }
     let fields = Fields::new(path, &drafter.decoder);
-    let inner = fields.required_size::<u64>("intermediate_size")? as usize;
+    let mlp = match drafter.family.has_experts() {
+        true => expert_shapes(&fields, drafter)?,
+        false => {
+            gated_mlp_shapes("", width, fields.required_size::<u64>("intermediate_size")? as usize).to_vec()
+        }
+    };
     let heads = Heads::of(&fields, drafter)?;
     let [heads, groups, dim] = [heads.query, heads.key_value, heads.dim].map(|size| size as usize);
 
@@ -77,9 +83,7 @@ pub fn tensor_shapes(path: &Path, drafter: &Drafter) -> Result<Option<TensorShap
             put("self_attn.q_norm", vec![dim]);
             put("self_attn.k_norm", vec![dim]);
         }
-        put("mlp.gate_proj", vec![inner, width]);
-        put("mlp.up_proj", vec![inner, width]);
-        put("mlp.down_proj", vec![width, inner]);
+        mlp.iter().for_each(|(name, shape)| put(&format!("mlp.{name}"), shape.clone()));
         put("input_layernorm", vec![width]);
         put("post_attention_layernorm", vec![width]);
         if drafter.has_attention_sinks() {

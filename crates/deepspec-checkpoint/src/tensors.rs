@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Write;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -294,43 +295,56 @@ impl Tensors {
             return Ok(model.values(name)?);
         }
         let mut bytes = Vec::with_capacity(self.stored_metadata(name)?.bytes);
-        self.copy_stored(name, &mut bytes)?;
+        self.copy_stored(name, None, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Writes the bytes of a tensor to `out`, in chunks.
-    pub(crate) fn copy_bytes(&self, name: &str, out: &mut impl Write) -> Result<(), CheckpointError> {
+    /// Writes the bytes `part` of a tensor to `out`, or all of them, in chunks.
+    pub(crate) fn copy_bytes(
+        &self,
+        name: &str,
+        part: Option<Range<usize>>,
+        out: &mut impl Write,
+    ) -> Result<(), CheckpointError> {
         match self.quantised.get(name) {
-            Some(tensor) => {
-                let values = tensor.values(self)?;
-                Ok(out.write_all(&values).map_err(FileError::at("copying", &self.dir))?)
-            }
-            None => self.copy_stored(name, out),
+            Some(tensor) => self.write_part(&tensor.values(self)?, part, out),
+            None => self.copy_stored(name, part, out),
         }
     }
 
-    fn copy_stored(&self, name: &str, out: &mut impl Write) -> Result<(), CheckpointError> {
+    fn copy_stored(
+        &self,
+        name: &str,
+        part: Option<Range<usize>>,
+        out: &mut impl Write,
+    ) -> Result<(), CheckpointError> {
         let bytes = self.stored_metadata(name)?.bytes;
-        let (path, file, start) = match &self.store {
-            TensorStorage::Gguf(model) => {
-                let values = model.values(name)?;
-                return Ok(out.write_all(&values).map_err(FileError::at("copying", &self.dir))?);
-            }
+        let (path, file, first) = match &self.store {
+            TensorStorage::Gguf(model) => return self.write_part(&model.values(name)?, part, out),
             TensorStorage::Shards { files, locations } => {
-                let (file, start) = locations[name];
-                (&files[file].0, &files[file].1, start)
+                let (file, first) = locations[name];
+                (&files[file].0, &files[file].1, first)
             }
         };
-        let mut buffer = vec![0; bytes.min(CHUNK_BYTES)];
-        let mut done = 0;
-        while done < bytes {
-            let part = (bytes - done).min(CHUNK_BYTES);
-            file.read_exact_at(&mut buffer[..part], start + done as u64)
-                .map_err(FileError::at("reading", path))?;
-            out.write_all(&buffer[..part]).map_err(FileError::at("copying", path))?;
-            done += part;
+        let Range { mut start, end } = part.unwrap_or(0..bytes);
+        let mut buffer = vec![0; (end - start).min(CHUNK_BYTES)];
+        while start < end {
+            let chunk = &mut buffer[..(end - start).min(CHUNK_BYTES)];
+            file.read_exact_at(chunk, first + start as u64).map_err(FileError::at("reading", path))?;
+            out.write_all(chunk).map_err(FileError::at("copying", path))?;
+            start += chunk.len();
         }
         Ok(())
+    }
+
+    fn write_part(
+        &self,
+        values: &[u8],
+        part: Option<Range<usize>>,
+        out: &mut impl Write,
+    ) -> Result<(), CheckpointError> {
+        let part = part.unwrap_or(0..values.len());
+        Ok(out.write_all(&values[part]).map_err(FileError::at("copying", &self.dir))?)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::VERSION;
@@ -20,10 +21,38 @@ pub const BESIDE_OTHERS: &str = "model-mtp";
 pub enum TensorSource<'a> {
     /// The tensor of this name in another checkpoint.
     Copy(&'a Tensors, String),
+    /// These bytes of the tensor of this name in another checkpoint.
+    Part(&'a Tensors, String, Range<usize>),
     /// The bytes themselves.
     Bytes(Vec<u8>),
     /// Bytes that are computed while the file is written, and their number.
     Computed(usize, Box<dyn Fn() -> Result<Vec<u8>, CheckpointError> + 'a>),
+    /// Several sources, one behind the other.
+    Joined(Vec<TensorSource<'a>>),
+}
+
+impl TensorSource<'_> {
+    fn byte_len(&self) -> Result<usize, CheckpointError> {
+        match self {
+            Self::Copy(tensors, name) => Ok(tensors.required_metadata(name)?.bytes),
+            Self::Part(_, _, bytes) => Ok(bytes.len()),
+            Self::Bytes(bytes) => Ok(bytes.len()),
+            Self::Computed(bytes, _) => Ok(*bytes),
+            Self::Joined(sources) => sources.iter().map(Self::byte_len).sum(),
+        }
+    }
+
+    /// Writes the bytes to `out`, the file `path`.
+    fn write(&self, out: &mut impl Write, path: &Path) -> Result<(), CheckpointError> {
+        let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(FileError::at("writing", path));
+        match self {
+            Self::Copy(tensors, name) => tensors.copy_bytes(name, None, out),
+            Self::Part(tensors, name, bytes) => tensors.copy_bytes(name, Some(bytes.clone()), out),
+            Self::Bytes(bytes) => Ok(put(bytes)?),
+            Self::Computed(_, bytes) => Ok(put(&bytes()?)?),
+            Self::Joined(sources) => sources.iter().try_for_each(|source| source.write(out, path)),
+        }
+    }
 }
 
 /// A tensor to write.
@@ -32,16 +61,6 @@ pub struct TensorToWrite<'a> {
     pub dtype: Dtype,
     pub shape: Vec<usize>,
     pub source: TensorSource<'a>,
-}
-
-impl TensorToWrite<'_> {
-    fn byte_len(&self) -> Result<usize, CheckpointError> {
-        match &self.source {
-            TensorSource::Copy(tensors, name) => Ok(tensors.required_metadata(name)?.bytes),
-            TensorSource::Bytes(bytes) => Ok(bytes.len()),
-            TensorSource::Computed(bytes, _) => Ok(*bytes),
-        }
-    }
 }
 
 /// Writes the weights of a checkpoint into the new folder `dir` and syncs the files, which have at
@@ -64,7 +83,7 @@ pub fn write_weights_beside(
     other: &[(PathBuf, Tensors)],
 ) -> Result<(), CheckpointError> {
     tensors.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
-    let sizes = tensors.iter().map(TensorToWrite::byte_len).collect::<Result<Vec<_>, _>>()?;
+    let sizes = tensors.iter().map(|tensor| tensor.source.byte_len()).collect::<Result<Vec<_>, _>>()?;
     let mut shards = split_into_shards(&sizes, max_bytes);
     if !other.is_empty() {
         shards.iter_mut().for_each(|shard| shard.name = shard.name.replacen("model", BESIDE_OTHERS, 1));
@@ -91,7 +110,7 @@ fn write_file(path: &Path, tensors: &[TensorToWrite]) -> Result<(), CheckpointEr
     let (mut infos, mut end) = (vec![], 0);
     for tensor in tensors.iter() {
         let start = end;
-        end += tensor.byte_len()?;
+        end += tensor.source.byte_len()?;
         let info =
             TensorInfo { dtype: tensor.dtype, shape: tensor.shape.clone(), data_offsets: (start, end) };
         infos.push((tensor.name.clone(), info));
@@ -109,13 +128,7 @@ fn write_file(path: &Path, tensors: &[TensorToWrite]) -> Result<(), CheckpointEr
     put(&(header.len() as u64).to_le_bytes())?;
     put(&header)?;
     for tensor in tensors.iter() {
-        match &tensor.source {
-            TensorSource::Copy(tensors, name) => tensors.copy_bytes(name, &mut out)?,
-            TensorSource::Bytes(bytes) => out.write_all(bytes).map_err(FileError::at("writing", path))?,
-            TensorSource::Computed(_, bytes) => {
-                out.write_all(&bytes()?).map_err(FileError::at("writing", path))?;
-            }
-        }
+        tensor.source.write(&mut out, path)?;
     }
     let finish = || -> io::Result<()> {
         out.flush()?;

@@ -22,7 +22,7 @@ const STEPS: usize = 3;
 const BETA: f64 = 0.6;
 
 /// Targets whose weights are large enough that every part of the model affects its output.
-fn targets() -> [ModelConfig; 4] {
+fn targets() -> [ModelConfig; 5] {
     let common = json!({
         "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "initializer_range": 0.3,
@@ -36,7 +36,12 @@ fn targets() -> [ModelConfig; 4] {
     let llama = json!({"model_type": "llama", "rope_theta": 1e4});
     // An MTP layer of a hybrid has full attention with a gate.
     let qwen3_5 = json!({"model_type": "qwen3_5_text", "partial_rotary_factor": 0.5, "rope_theta": 1e4});
-    [json!({"model_type": "qwen3", "rope_theta": 1e5}), gemma4, llama, qwen3_5].map(|own| {
+    // It has experts, too, if the target has them.
+    let mut mixture = qwen3_5.clone();
+    let experts = json!({"model_type": "qwen3_5_moe_text", "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24});
+    mixture.as_object_mut().unwrap().extend(experts.as_object().unwrap().clone());
+    [json!({"model_type": "qwen3", "rope_theta": 1e5}), gemma4, llama, qwen3_5, mixture].map(|own| {
         let mut raw = common.as_object().cloned().unwrap();
         raw.extend(own.as_object().cloned().unwrap());
         ModelConfig::parse(Path::new("config.json"), raw).unwrap()
@@ -146,7 +151,9 @@ fn drafts_follow_the_recurrence_and_begin_with_step_0() {
 fn checkpoints_hold_the_whole_drafter() {
     let _guard = tch::no_grad_guard();
     let sample = sample(TOKENS);
-    for (target, class) in targets().iter().zip(["Qwen3MTPModel", "Gemma4MTPModel", "LlamaMTPModel"]) {
+    let classes =
+        ["Qwen3MTPModel", "Gemma4MTPModel", "LlamaMTPModel", "Qwen3_5MTPModel", "Qwen3_5MoeMTPModel"];
+    for (target, class) in targets().iter().zip(classes) {
         let model = fresh(config(target), Kind::Float);
         let dir = tempfile::tempdir().unwrap();
         let map = model.config().to_json();

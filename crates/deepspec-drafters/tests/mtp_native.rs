@@ -28,6 +28,43 @@ fn hybrid() -> Value {
     })
 }
 
+/// Experts of [`mixture`].
+const EXPERTS: i64 = 4;
+/// Names of the tensors that hold all experts.
+const STACKED: [&str; 2] = ["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"];
+
+/// [`hybrid`] with experts in all layers.
+fn mixture() -> Value {
+    let mut config = hybrid();
+    config["architectures"] = json!(["Qwen3_5MoeForConditionalGeneration"]);
+    config["model_type"] = json!("qwen3_5_moe");
+    let own = json!({
+        "model_type": "qwen3_5_moe_text", "num_experts": EXPERTS, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8, "shared_expert_intermediate_size": 24,
+    });
+    let text = config["text_config"].as_object_mut().unwrap();
+    text.remove("intermediate_size");
+    text.extend(own.as_object().unwrap().clone());
+    config
+}
+
+/// Joins the tensors of all experts, as Qwen3.6 stores them.
+fn stack(tensors: &mut Vec<(String, Tensor)>) {
+    let mut parts: Vec<(String, Tensor)> =
+        tensors.extract_if(.., |(name, _)| name.contains(".experts.")).collect();
+    let mut take = |expert: i64, projection: &str| {
+        let name = format!("mtp.layers.0.mlp.experts.{expert}.{projection}.weight");
+        parts.swap_remove(parts.iter().position(|(known, _)| *known == name).unwrap()).1
+    };
+    let gate_up = |expert| Tensor::cat(&[take(expert, "gate_proj"), take(expert, "up_proj")], 0);
+    let gate_up: Vec<Tensor> = (0..EXPERTS).map(gate_up).collect();
+    let down: Vec<Tensor> = (0..EXPERTS).map(|expert| take(expert, "down_proj")).collect();
+    assert!(parts.is_empty());
+    for (name, all) in STACKED.iter().zip([gate_up, down]) {
+        tensors.push((format!("mtp.{name}"), Tensor::stack(&all, 0)));
+    }
+}
+
 /// A drafter like the target's MTP layer.
 fn drafter(config: &Value) -> Mtp {
     let target = ModelConfig::parse(Path::new("config.json"), config.as_object().unwrap().clone()).unwrap();
@@ -80,9 +117,13 @@ fn extracted(dir: &Path) -> Result<PathBuf, String> {
 
 #[test]
 fn the_layer_of_a_checkpoint_is_the_drafter_that_was_stored() {
-    let config = hybrid();
-    let model = drafter(&config);
-    let (_root, dir) = target(&config, &model, |_| ());
+    let forms: [(Value, Edit); 3] = [(hybrid(), &|_| ()), (mixture(), &|_| ()), (mixture(), &stack)];
+    forms.iter().for_each(|(config, edit)| check_extraction(config, edit));
+}
+
+fn check_extraction(config: &Value, edit: Edit) {
+    let model = drafter(config);
+    let (_root, dir) = target(config, &model, edit);
     let out = extracted(&dir).unwrap();
     let found = Mtp::load(&out, Device::Cpu, Kind::BFloat16).unwrap();
     assert_eq!(found.config().settings, model.config().settings);
@@ -196,6 +237,82 @@ fn a_merged_folder_holds_the_new_layer_only() {
     let (_, fc) = model.parameters().iter().find(|(name, _)| name == "fc.weight").unwrap();
     let (_, found) = tensors.iter().find(|(name, _)| name == "mtp.fc.weight").unwrap();
     assert!(found.equal(&fc.to_kind(Kind::BFloat16)));
+}
+
+/// Experts go back as the target stores those of its MTP layer, or else of its other layers: each alone, or all together.
+#[test]
+fn merged_experts_have_the_form_of_the_targets() {
+    let config = mixture();
+    let model = drafter(&config);
+    let is_own = |(name, _): &(String, Tensor)| name.starts_with("mtp.");
+    let without = |tensors: &mut Vec<(String, Tensor)>| tensors.retain(|tensor| !is_own(tensor));
+    let with_layer = |tensors: &mut Vec<(String, Tensor)>| {
+        tensors
+            .push(("model.language_model.layers.3.mlp.experts.0.up_proj.weight".into(), noise(6, &[8, 32])));
+    };
+    let only_layer = |tensors: &mut Vec<(String, Tensor)>| {
+        without(tensors);
+        with_layer(tensors);
+    };
+    // Layers of the target in the other form than its MTP layer.
+    let with_stack = |tensors: &mut Vec<(String, Tensor)>| {
+        tensors.push(("model.language_model.layers.3.mlp.experts.down_proj".into(), noise(7, &[2, 32, 8])));
+    };
+    let forms: [(Edit, Edit); 4] =
+        [(&with_stack, &with_stack), (&stack, &stack), (&without, &stack), (&only_layer, &with_layer)];
+    for (before, after) in forms {
+        let ((root, dir), (_again, expected)) =
+            (target(&config, &model, before), target(&config, &model, after));
+        let source = open_checkpoint(&stored_drafter(root.path(), &model)).unwrap();
+        let merged = root.path().join("merged");
+        merge_mtp(&source, &Target::open(&dir, "target").unwrap()).unwrap().write(&merged, false).unwrap();
+        let [found, expected] = [&merged, &expected].map(|dir| {
+            let mut tensors = Tensor::read_safetensors(dir.join("model.safetensors")).unwrap();
+            tensors.sort_by(|a, b| a.0.cmp(&b.0));
+            tensors
+        });
+        let names = |of: &[(String, Tensor)]| of.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(&found), names(&expected));
+        assert!(found.iter().zip(&expected).all(|((_, found), (_, expected))| found.equal(expected)));
+    }
+    // A dense layer is none of this target.
+    let (root, dir) = target(&config, &model, |_| ());
+    let source = open_checkpoint(&stored_drafter(root.path(), &drafter(&hybrid()))).unwrap();
+    let told = merge_mtp(&source, &Target::open(&dir, "target").unwrap()).err().unwrap().to_string();
+    assert!(told.contains("layers of Qwen3.5 is") && told.contains("Qwen3_5MoeMTPModel"), "{told}");
+    // Nor is one whose rows have fewer experts.
+    let mut other = mixture();
+    other["text_config"]["num_experts_per_tok"] = json!(1);
+    let (root, dir) = target(&config, &model, |_| ());
+    let source = open_checkpoint(&stored_drafter(root.path(), &drafter(&other))).unwrap();
+    let told = merge_mtp(&source, &Target::open(&dir, "target").unwrap()).err().unwrap().to_string();
+    assert!(told.contains("experts 1 of 4 of width 8") && told.contains("2 of 4 of width 8"), "{told}");
+}
+
+#[test]
+fn experts_that_do_not_fit_are_refused_by_name() {
+    let config = mixture();
+    let model = drafter(&config);
+    let refused = |edit: Edit, words: &[&str]| {
+        let (_root, dir) = target(&config, &model, edit);
+        let problem = extracted(&dir).unwrap_err();
+        assert!(words.iter().all(|word| problem.contains(word)), "{words:?} not in: {problem}");
+    };
+    let fewer = |tensors: &mut Vec<(String, Tensor)>| {
+        stack(tensors);
+        let (_, all) = tensors.iter_mut().find(|(name, _)| name.ends_with(STACKED[1])).unwrap();
+        *all = all.narrow(0, 0, EXPERTS - 1).contiguous();
+    };
+    refused(&fewer, &["experts.down_proj", "[3, 32, 8]", "[4, 32, 8]"]);
+    let both = |tensors: &mut Vec<(String, Tensor)>| {
+        let each: Vec<(String, Tensor)> =
+            tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
+        stack(tensors);
+        tensors.extend(each.into_iter().filter(|(name, _)| name.contains(".experts.0.up_proj")));
+    };
+    refused(&both, &["mtp.layers.0.mlp.experts.down_proj", "no such tensor"]);
+    let missing = "mtp.layers.0.mlp.experts.3.up_proj.weight";
+    refused(&|tensors| tensors.retain(|(name, _)| name != missing), &[missing, "missing"]);
 }
 
 #[test]

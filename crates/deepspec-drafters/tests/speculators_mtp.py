@@ -14,6 +14,7 @@ from speculators.models.mtp import MTPDraftModel
 def run(checkpoint, inputs, outputs):
     config = SpeculatorModelConfig.from_pretrained(checkpoint)
     config.transformer_layer_config._attn_implementation = "eager"
+    config.transformer_layer_config._experts_implementation = "eager"
     model = SpeculatorModel.from_pretrained(checkpoint, config=config).float()
     assert isinstance(model, MTPDraftModel) and config.num_nextn_predict_layers == 1
     given = load_file(inputs)

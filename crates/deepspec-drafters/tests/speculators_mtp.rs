@@ -16,6 +16,7 @@ use deepspec_drafters::{
     StepObjective, TrainSample, open_checkpoint,
 };
 use deepspec_models::{ModelConfig, save};
+use deepspec_ops::grad_or_zeros;
 use deepspec_testkit::skip;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -23,6 +24,7 @@ use tch::{Device, Kind, Tensor};
 const TOKENS: usize = 24;
 const STEPS: usize = 3;
 const TARGET_LAYERS: usize = 5;
+const EXPERT_WIDTH: i64 = 16;
 const FORWARD: f64 = 1e-4;
 const GRADIENT: f64 = 5e-4;
 
@@ -34,9 +36,19 @@ const NAMES: [(&str, &str); 4] = [
     ("norm.weight", "final_layernorm.weight"),
 ];
 
-fn theirs(name: &str) -> String {
+/// Their gradient of our tensor. Two of their tensors hold all experts.
+fn gradient_of(name: &str, theirs: &BTreeMap<String, Tensor>) -> Tensor {
     let own = NAMES.iter().find(|(ours, _)| *ours == name).map(|(_, theirs)| *theirs);
-    format!("mtp_layers.0.{}", own.unwrap_or_else(|| name.strip_prefix("layers.0.").unwrap()))
+    let within = own.unwrap_or_else(|| name.strip_prefix("layers.0.").unwrap());
+    let find = |within: &str| &theirs[&format!("grad.mtp_layers.0.{within}")];
+    let Some(expert) = within.strip_prefix("mlp.experts.") else { return find(within).shallow_clone() };
+    let [expert, projection, _] = expert.split('.').collect::<Vec<_>>()[..] else { panic!("{name}") };
+    let of = |stacked: &str| find(&format!("mlp.experts.{stacked}")).get(expert.parse().unwrap());
+    match projection {
+        "gate_proj" => of("gate_up_proj").narrow(0, 0, EXPERT_WIDTH),
+        "up_proj" => of("gate_up_proj").narrow(0, EXPERT_WIDTH, EXPERT_WIDTH),
+        _ => of("down_proj"),
+    }
 }
 
 /// Config of a target with Qwen3's layers.
@@ -60,6 +72,19 @@ fn qwen3_5() -> Value {
     });
     let map = config.as_object_mut().unwrap();
     map.remove("rope_theta");
+    map.extend(own.as_object().unwrap().clone());
+    config
+}
+
+/// [`qwen3_5`] with experts in all layers.
+fn qwen3_5_moe() -> Value {
+    let mut config = qwen3_5();
+    let own = json!({
+        "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_WIDTH, "shared_expert_intermediate_size": 24,
+    });
+    let map = config.as_object_mut().unwrap();
+    map.remove("intermediate_size");
     map.extend(own.as_object().unwrap().clone());
     config
 }
@@ -125,7 +150,7 @@ fn ours(model: &Mtp, sample: TrainSample) -> (f64, Vec<f64>, Vec<Tensor>) {
     let sums = Vec::<f64>::try_from(model.accumulate(&batch, denominator)).unwrap();
     let metrics = (plan.metric_defs().compute)(&sums, 1);
     let losses = metrics["step_loss"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect();
-    let gradients = model.parameters().iter().map(|(_, parameter)| parameter.grad().copy()).collect();
+    let gradients = model.parameters().iter().map(|(_, parameter)| grad_or_zeros(parameter).copy()).collect();
     (metrics["loss"].as_f64().unwrap(), losses, gradients)
 }
 
@@ -137,6 +162,11 @@ fn speculators_trains_a_converted_mtp_1_alike() {
 #[test]
 fn speculators_trains_a_converted_mtp_1_of_a_hybrid_alike() {
     compare_with_speculators(&qwen3_5());
+}
+
+#[test]
+fn speculators_trains_a_converted_mtp_1_with_experts_alike() {
+    compare_with_speculators(&qwen3_5_moe());
 }
 
 fn compare_with_speculators(target: &Value) {
@@ -181,11 +211,15 @@ fn compare_with_speculators(target: &Value) {
             continue; // Steps with other numbers of labels weigh differently there.
         }
         assert_close("loss", &Tensor::from_slice(&[loss]), &out["even_loss"], FORWARD);
-        let compared = out.keys().filter(|key| key.starts_with("grad.")).count();
-        assert_eq!(compared, model.parameters().len());
+        let theirs = out.iter().filter(|(key, _)| key.starts_with("grad."));
+        let values = [
+            theirs.map(|(_, tensor)| tensor.numel()).sum::<usize>(),
+            model.parameters().iter().map(|(_, tensor)| tensor.numel()).sum(),
+        ];
+        assert_eq!(values[0], values[1]);
         for ((name, _), gradient) in model.parameters().iter().zip(gradients) {
-            let expected = &out[&format!("grad.{}", theirs(name))];
-            assert_close(name, &gradient, expected, GRADIENT * common::max_abs(expected));
+            let expected = gradient_of(name, &out);
+            assert_close(name, &gradient, &expected, GRADIENT * common::max_abs(&expected));
         }
     }
     // Its data pipeline takes the output of the target's last layer.

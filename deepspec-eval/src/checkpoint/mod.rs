@@ -21,9 +21,9 @@ pub enum Command {
     Inspect(inspect::Args),
     /// Write a checkpoint in another tool's layout, its weights byte for byte
     Convert(convert::Args),
-    /// Write the MTP layer that a target's checkpoint stores (Qwen3.5) as a drafter, its weights byte for byte
+    /// Write the MTP layer that a target's checkpoint stores (Qwen3.5, Qwen3.5-MoE) as a drafter, its weights byte for byte
     ExtractMtp(mtp::ExtractArgs),
-    /// Write a copy of a target (Qwen3.5, DeepSeek-V4) with a drafter (MTP-1, DeepSeek-V4's DSpark) in it, as engines load it
+    /// Write a copy of a target (Qwen3.5, Qwen3.5-MoE, DeepSeek-V4) with a drafter (MTP-1, DeepSeek-V4's DSpark) in it, as engines load it
     MergeMtp(mtp::MergeArgs),
     /// Measure a drafter on a few prompts and name the likeliest cause of a low accepted length
     Doctor(doctor::Args),

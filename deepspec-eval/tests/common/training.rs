@@ -15,6 +15,7 @@ use deepspec_engine::{
     DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target, VerifyRule,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save, stop_ids};
+use deepspec_ops::grad_or_zeros;
 use deepspec_text::ChatTokenizer;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -228,12 +229,13 @@ fn write_drafter(trainee: &dyn TrainableDrafter, dir: &Path) {
 
 fn adam(trainee: &dyn TrainableDrafter, moments: &mut [(Tensor, Tensor)], step: usize, rate: f64) {
     for ((_, parameter), (first, second)) in trainee.parameters().iter().zip(moments) {
-        let gradient = parameter.grad();
+        // No row may have chosen an expert yet.
+        let gradient = grad_or_zeros(parameter);
         *first = &*first * 0.9 + &gradient * 0.1;
         *second = &*second * 0.99 + gradient.square() * 0.01;
         let corrected = &*first / (1.0 - 0.9f64.powi(step as i32));
         let scale = (&*second / (1.0 - 0.99f64.powi(step as i32))).sqrt() + 1e-8;
         let _ = parameter.shallow_clone().g_sub_(&(corrected / scale * rate));
-        let _ = parameter.grad().zero_();
+        let _ = grad_or_zeros(parameter).zero_();
     }
 }

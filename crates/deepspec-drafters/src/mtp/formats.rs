@@ -25,8 +25,8 @@ pub static READER: Reader = Reader {
 const LAYERS_KEY: &str = "num_nextn_predict_layers";
 
 /// Why no engine loads the drafter.
-const NO_ENGINE: &str = "engines load MTP layers from the target's own checkpoint, of Qwen3.5 (checkpoint merge-mtp \
-     writes it there) and of other architectures, and none with dense Qwen3 or Llama layers";
+const NO_ENGINE: &str = "engines load MTP layers from the target's own checkpoint, of Qwen3.5 and Qwen3.5-MoE (checkpoint \
+     merge-mtp writes it there) and of other architectures, and none with dense Qwen3 or Llama layers";
 
 fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
     let layers = fields.size::<u64>(LAYERS_KEY)?.unwrap_or(1);

@@ -9,7 +9,7 @@ use deepspec_models::{ModelConfig, ModelError};
 use serde_json::json;
 
 use super::model::{Mtp, MtpConfig, MtpSettings};
-use crate::draft_model::{DraftDecoder, DrafterSettings};
+use crate::draft_model::{DraftDecoder, DrafterSettings, WarmStartCheck};
 
 /// Prefix of the tensors of a target's MTP layer.
 const PREFIX: &str = "mtp.";
@@ -48,7 +48,10 @@ pub fn extract_mtp(target: &Target, steps: usize) -> Result<Converted<'_>, Model
 /// the embedding.
 fn check_target(target: &Target, model: &ModelConfig) -> Result<(), ModelError> {
     if !model.stores_mtp() {
-        let problem = format!("checkpoints of {} hold no MTP layer that is read; Qwen3.5's do", model.family);
+        let problem = format!(
+            "checkpoints of {} hold no MTP layer that is read; those of Qwen3.5 and Qwen3.5-MoE do",
+            model.family
+        );
         return Err(ModelError::Mismatch(UsageError(problem)));
     }
     let (path, map) = read_json(target.dir())?;
@@ -78,6 +81,17 @@ pub fn merge<'a>(source: &'a Checkpoint, target: &Target) -> Result<MergedTarget
             drafter.kind.title(),
             drafter.family.name,
             model.family
+        );
+        return Err(misfit(problem));
+    }
+    let own = ModelConfig::parse(&source.dir().join("config.json"), drafter.decoder.clone())?;
+    let mut check = WarmStartCheck::default();
+    check.compare_decoders(&own, &model.mtp_decoder()?);
+    let differences = check.differences();
+    if !differences.is_empty() {
+        let problem = format!(
+            "the layer of the drafter (there) is no MTP layer of the target (here): {}",
+            differences.join("; ")
         );
         return Err(misfit(problem));
     }

@@ -35,7 +35,7 @@ pub fn refusal(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> 
     }
 }
 
-const DRAFTERS: [&str; 11] = [
+const DRAFTERS: [&str; 12] = [
     "dspark_vanilla",
     "dspark_gated",
     "dspark_rnn",
@@ -46,12 +46,13 @@ const DRAFTERS: [&str; 11] = [
     "xpress_dflash2",
     "eagle3_qwen3",
     "mtp",
+    "mtp_moe",
     "peagle",
 ];
 
 fn allowed(case: &str) -> &'static [CheckpointFormat] {
     match case {
-        "eagle3_qwen3" | "mtp" | "peagle" => &[CheckpointFormat::Speculators],
+        "eagle3_qwen3" | "mtp" | "mtp_moe" | "peagle" => &[CheckpointFormat::Speculators],
         "dflash2" | "xpress" | "xpress_dflash2" => &[CheckpointFormat::Speculators, CheckpointFormat::Zlab],
         "domino" => &[CheckpointFormat::Specforge, CheckpointFormat::Modelopt],
         // Its confidence head reads only the state, which ModelOpt's cannot.
@@ -407,7 +408,7 @@ fn each_refusal_names_its_reason() {
         (
             edited(&spec_eagle3, |config| config["transformer_layer_config"]["model_type"] = json!("gemma4")),
             CheckpointFormat::Reference,
-            &["Gemma 4", "only Qwen3 and Llama draft layers"],
+            &["Gemma 4", "only Qwen3, Llama draft layers"],
         ),
         (eagle3, CheckpointFormat::Specforge, &["LlamaForCausalLMEagle3", "norms on queries and keys"]),
         (golden("eagle3_qwen3"), CheckpointFormat::Zlab, &["cannot write Eagle3"]),

@@ -62,6 +62,7 @@ fn every_format() -> Vec<Folder> {
         golden("peagle"),
         fixture::zlab(),
         fixture::specforge_eagle3(),
+        golden("mtp_moe"),
     ];
     away.into_iter().chain(others).chain([public]).collect()
 }

@@ -54,6 +54,46 @@ fn speculators_names_and_config_are_its_own() {
     assert!(open_checkpoint(there.path()).unwrap().check().is_ok());
 }
 
+/// Two tensors hold all experts there, as in transformers.
+#[test]
+fn speculators_stores_experts_together() {
+    let own = golden("mtp_moe");
+    let there = converted(&own, CheckpointFormat::Speculators).unwrap();
+    assert_eq!(there.config()["transformer_layer_config"]["model_type"], "qwen3_5_moe_text");
+    let (each, all) = (bytes(&own), bytes(&there));
+    let of = |expert: usize, projection: &str| {
+        each[&format!("layers.0.mlp.experts.{expert}.{projection}_proj.weight")].2.clone()
+    };
+    let gate_up: Vec<u8> =
+        (0..3).flat_map(|expert| [of(expert, "gate"), of(expert, "up")].concat()).collect();
+    let down: Vec<u8> = (0..3).flat_map(|expert| of(expert, "down")).collect();
+    for (name, shape, data) in [("gate_up_proj", [3, 16, 32], gate_up), ("down_proj", [3, 32, 8], down)] {
+        let (_, found, values) = &all[&format!("mtp_layers.0.mlp.experts.{name}")];
+        assert_eq!((found.as_slice(), values), (shape.as_slice(), &data), "{name}");
+    }
+    assert!(all.keys().all(|name| !name.ends_with(".0.gate_proj.weight")));
+    assert_eq!(all.len(), each.len() - 3 * 3 + 2);
+}
+
+/// The config of speculators leaves out the defaults of transformers, which are the sizes of a published model.
+#[test]
+fn sizes_of_experts_have_defaults_in_speculators() {
+    let there = converted(&golden("mtp_moe"), CheckpointFormat::Speculators).unwrap();
+    let short = edited(&there, |config| {
+        let layer = config["transformer_layer_config"].as_object_mut().unwrap();
+        layer.retain(|key, _| !key.ends_with("intermediate_size") && !key.starts_with("num_experts"));
+    });
+    let checkpoint = open_checkpoint(short.path()).unwrap();
+    let decoder = &checkpoint.drafter().decoder;
+    let sizes = ["num_experts", "num_experts_per_tok", "moe_intermediate_size"].map(|key| &decoder[key]);
+    assert_eq!(sizes, [&json!(256), &json!(8), &json!(512)]);
+    let told = checkpoint.check().unwrap_err().to_string();
+    assert!(told.contains("mlp.shared_expert.gate_proj") && told.contains("[512, 32]"), "{told}");
+    let many = edited(&there, |config| config["transformer_layer_config"]["num_experts"] = json!(5000));
+    let told = open_checkpoint(many.path()).unwrap().check().unwrap_err().to_string();
+    assert!(told.contains("`num_experts`: 5000 is more than 4096"), "{told}");
+}
+
 /// speculators writes the target's config without defaults, and no key of ours.
 #[test]
 fn a_checkpoint_that_speculators_wrote_is_read() {
@@ -95,5 +135,5 @@ fn other_layouts_and_engines_are_refused() {
         (config["architectures"], config["model_type"]) = (json!(["LlamaMTPModel"]), json!("llama"));
     });
     let told = converted(&llama, CheckpointFormat::Speculators).err().unwrap().to_string();
-    assert!(told.contains("only Qwen3 and Qwen3.5 draft layers"), "{told}");
+    assert!(told.contains("only Qwen3, Qwen3.5, Qwen3.5-MoE draft layers"), "{told}");
 }

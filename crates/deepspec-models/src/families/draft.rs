@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use deepspec_checkpoint::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, Fields, OUTPUT_GATE_KEY};
+use deepspec_checkpoint::{
+    ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, EXPERTS_KEY, Fields, OUTPUT_GATE_KEY,
+};
 use deepspec_core::cli::UsageError;
 use serde_json::{Value, json};
 
@@ -98,7 +100,7 @@ impl ModelConfig {
     }
 
     /// The decoder of an MTP drafter, which has one layer with full attention. It is the target's own layer where the family's
-    /// checkpoints store MTP layers (Qwen3.5), and else that of [`ModelConfig::draft_decoder`].
+    /// checkpoints store MTP layers (Qwen3.5, and Qwen3.5-MoE with its experts), and else that of [`ModelConfig::draft_decoder`].
     ///
     /// # Errors
     /// As [`ModelConfig::draft_decoder`].
@@ -115,8 +117,11 @@ impl ModelConfig {
         let text = self.raw.get("text_config").and_then(Value::as_object).unwrap_or(&self.raw);
         let mut raw = text.clone();
         raw.insert("model_type".into(), json!(self.family.decoder.model_types[1]));
-        // Defaults of the family, which readers of other tensors than the layer's need to know.
+        // Defaults of the family, and a key with two names, which readers of other tensors than the layer's need to know.
         raw.insert(OUTPUT_GATE_KEY.into(), json!(layer.output_gate));
+        if let Some(experts) = layer.experts {
+            raw.insert(EXPERTS_KEY.into(), json!(experts.count));
+        }
         set_layer_keys(&mut raw, std::slice::from_ref(layer));
         Ok(Self { raw, layers: vec![layer.clone()], ..self.clone() })
     }

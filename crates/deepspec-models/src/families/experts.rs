@@ -1,11 +1,8 @@
 //! Numbers of experts in a config.json.
 
-use deepspec_checkpoint::Fields;
+use deepspec_checkpoint::{Fields, MAX_EXPERTS};
 
 use crate::ModelError;
-
-/// Maximum number of experts. A larger number is a mistake in the config, and would exhaust memory.
-const MAX_EXPERTS: i64 = 4096;
 
 /// E by the first of `count_keys` that is there, and k by `num_experts_per_tok`.
 ///

@@ -14,12 +14,15 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
     classes: &["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
     read,
     fused: None,
-    // Only MTP layers have gates, and no drafter has linear attention.
-    drafts: DraftLayers::Other { blocks: &qwen3::FAMILY, tokens: &llama::FAMILY, own_mtp: true },
+    drafts: DRAFTS,
     // That of Qwen3.
     chat: None,
     shapes: &[("Qwen/Qwen3.5-4B", include_str!("../../../../configs/shapes/qwen3_5_4b.json"))],
 };
+
+/// Layers of drafters, also for Qwen3.5-MoE. Only MTP layers have gates and experts, and no drafter has linear attention.
+pub(super) const DRAFTS: DraftLayers =
+    DraftLayers::Other { blocks: &qwen3::FAMILY, tokens: &llama::FAMILY, own_mtp: true };
 
 static DECODER: DecoderFamily = DecoderFamily {
     name: "Qwen3.5",

@@ -220,6 +220,11 @@ fn qwen3_5_moe_has_a_shared_expert_in_all_layers() {
     }
     let d = found.hidden_size;
     assert_eq!(found.layers[0].mlp_weights(), d * (8 * (1 + 3 * 16) + 1 + 3 * 24));
+    assert_eq!(found.layers[0].active_mlp_weights(), d * (8 + 2 * 3 * 16 + 1 + 3 * 24));
+    // The MTP layer is one of the target's.
+    let mtp = parse(&text).unwrap().mtp_decoder().unwrap();
+    assert_eq!(parse(&Value::Object(mtp.raw.clone())).unwrap(), mtp);
+    assert_eq!(mtp.layers, [found.layers.iter().find(|layer| layer.gated_delta.is_none()).unwrap().clone()]);
     let mut outer = json!({"model_type": "qwen3_5_moe", "vision_config": {"hidden_size": 7}});
     let mut inner = text;
     outer["eos_token_id"] = inner.as_object_mut().unwrap().remove("eos_token_id").unwrap();

@@ -224,6 +224,44 @@ pub fn mtp() -> Folder {
     folder
 }
 
+/// [`mtp`] for a Qwen3.5-MoE: its attention has a gate, and its MLP is three experts of width 8 and a shared one.
+pub fn mtp_moe() -> Folder {
+    const EXPERTS: usize = 3;
+    let (folder, from) = (Folder::new(), mtp());
+    let mut config = from.config();
+    let map = config.as_object_mut().unwrap();
+    let of_qwen3 = ["intermediate_size", "max_window_layers", "sliding_window", "use_sliding_window"];
+    map.retain(|key, _| !of_qwen3.contains(&key.as_str()));
+    let own = json!({
+        "architectures": ["Qwen3_5MoeMTPModel"], "model_type": "qwen3_5_moe_text", "attn_output_gate": true,
+        "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 12,
+    });
+    map.extend(own.as_object().unwrap().clone());
+    folder.put(&config);
+    let [width, heads, dim] =
+        ["hidden_size", "num_attention_heads", "head_dim"].map(|key| config[key].as_u64().unwrap() as usize);
+    let mut tensors = bytes(&from);
+    tensors.retain(|name, _| !name.contains(".mlp."));
+    let mlp = |name: String, inner: usize| {
+        [("gate", [inner, width]), ("up", [inner, width]), ("down", [width, inner])]
+            .map(|(part, shape)| (format!("mlp.{name}.{part}_proj"), shape))
+    };
+    let mut shapes: Vec<_> = (0..EXPERTS).flat_map(|expert| mlp(format!("experts.{expert}"), 8)).collect();
+    shapes.extend(mlp("shared_expert".into(), 12));
+    shapes.push(("mlp.gate".into(), [EXPERTS, width]));
+    shapes.push(("mlp.shared_expert_gate".into(), [1, width]));
+    shapes.push(("self_attn.q_proj".into(), [2 * heads * dim, width]));
+    for (seed, (name, shape)) in shapes.into_iter().enumerate() {
+        // Every tensor has bytes of its own.
+        let count = 4 * shape.iter().product::<usize>();
+        let data = (0..count).map(|byte| if byte % 4 == 3 { 60 } else { (byte * 7 + seed) as u8 }).collect();
+        tensors.insert(format!("layers.0.{name}.weight"), (Dtype::F32, shape.to_vec(), data));
+    }
+    write(&folder.path().join("model.safetensors"), &tensors);
+    folder
+}
+
 /// A P-EAGLE in the reference's layout: the layer of the golden Eagle3, and an ordinary one behind it.
 pub fn peagle() -> Folder {
     let (folder, from) = (Folder::new(), golden("eagle3_qwen3"));

@@ -67,6 +67,7 @@ pub fn golden(case: &str) -> Folder {
         "xpress_dflash2" => return fixture::xpress_dflash2(),
         "domino" => return fixture::domino(),
         "mtp" => return fixture::mtp(),
+        "mtp_moe" => return fixture::mtp_moe(),
         "peagle" => return fixture::peagle(),
         _ => {}
     }
