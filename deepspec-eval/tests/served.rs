@@ -43,6 +43,52 @@ fn nothing_here() -> Reply {
     Reply::Status(404, vec![], r#"{"detail": "Not Found"}"#.into())
 }
 
+/// A suite of a short prompt and one of more than 512 tokens. Cycles begin behind 1 and 4 tokens of an answer.
+#[test]
+fn steps_of_vllm_tell_accepted_lengths_by_context() {
+    let root = tempfile::tempdir().unwrap();
+    let suite = root.path().join("contexts.jsonl");
+    let rows =
+        ["Hi.".to_string(), "One more word. ".repeat(250)].map(|text| json!({"turns": [text]}).to_string());
+    fs::write(&suite, rows.join("\n")).unwrap();
+    for (name, with_steps) in [("steps", true), ("totals", false)] {
+        let server = Server::start(move |ask| {
+            vllm(&ask, || {
+                let mut answer = vllm_answer(true);
+                let figures = answer["metrics"]["speculative_decoding"].as_object_mut().unwrap();
+                if !with_steps {
+                    figures.retain(|key, _| !key.starts_with("per_step"));
+                }
+                Reply::Json(answer)
+            })
+        });
+        let (dir, target) = (root.path().join(name), target_dir());
+        let output = deepspec_eval(&[
+            "run",
+            "--quiet",
+            "--temperature",
+            "0",
+            "--max-new-tokens",
+            "64",
+            "--server",
+            &server.url(),
+            "--suite",
+            suite.to_str().unwrap(),
+            "--target",
+            target.to_str().unwrap(),
+            "--output-dir",
+            dir.to_str().unwrap(),
+        ]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let ranges = results(&dir)["suites"][0]["context_lengths"].as_array().cloned().unwrap_or_default();
+        let found: Vec<_> =
+            ranges.iter().map(|range| (&range["cycles"], &range["accepted_length"])).collect();
+        let expected = (json!(2), json!(TAU));
+        let expected = if with_steps { vec![(&expected.0, &expected.1); 2] } else { vec![] };
+        assert_eq!(found, expected, "{name}");
+    }
+}
+
 /// An answer of vLLM, with figures or without.
 fn vllm_answer(with_figures: bool) -> Value {
     let figures = json!({"speculative_decoding": {"num_spec_tokens": BLOCK, "num_spec_steps": 2,

@@ -95,7 +95,8 @@ pub struct SuiteResult {
     /// Counts of every prompt by sample, of a run by a server. Its traces may lack cycles.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub prompts: BTreeMap<String, PromptCounts>,
-    /// Accepted lengths by the length of the context. Empty if all contexts are of one range, and for a run by a server.
+    /// Accepted lengths by the length of the context. Empty if all contexts are of one range, or if a server does not
+    /// report every step.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub context_lengths: Vec<ContextRange>,
     /// Effect of confidence thresholds; empty if the run itself cut its blocks, or without a

@@ -56,7 +56,7 @@ fn accepted_length_estimate(suite: &TokenizedSuite, pass: &SuitePass) -> Estimat
 }
 
 /// A suite's accepted lengths by the length of the context.
-fn context_lengths(suite: &TokenizedSuite, pass: &SuitePass) -> Vec<ContextRange> {
+pub fn context_lengths(suite: &TokenizedSuite, pass: &SuitePass) -> Vec<ContextRange> {
     let answers = pass.answers.iter().map(|answer| AnswerCycles {
         sample: &suite.ids[answer.sample],
         prompt_tokens: answer.prompt_tokens,

@@ -8,7 +8,7 @@ use deepspec_engine::AcceptanceStats;
 use super::figures::{AcceptanceCounts, ReportedCycles};
 use crate::results::{Baseline, ScoredSuite, SuiteResult};
 use crate::run::decode::{Answer, SuitePass};
-use crate::run::score::suite_result;
+use crate::run::score::{context_lengths, suite_result};
 use crate::statistics::{Estimate, PromptCounts};
 
 /// Counts of answers, of which some may be reported together.
@@ -78,7 +78,13 @@ fn score_suite(suite: &TokenizedSuite, pass: &SuitePass, plain: Option<&SuitePas
         true => Estimate::without_resamples(counts.accepted_length()),
         false => Estimate::accepted_length(&name, prompts.iter().map(|(id, counts)| (id.as_str(), *counts))),
     };
-    let suite = SuiteResult { prompts, ..suite_result(suite, pass, counts, baseline) };
+    // Only steps say where in the answer each cycle begins.
+    let has_steps = |answer: &Answer| {
+        answer.served.as_ref().is_some_and(|served| matches!(served.cycles, ReportedCycles::Steps(_)))
+    };
+    let context_lengths =
+        if pass.answers.iter().all(has_steps) { context_lengths(suite, pass) } else { vec![] };
+    let suite = SuiteResult { prompts, context_lengths, ..suite_result(suite, pass, counts, baseline) };
     ScoredSuite { suite, length }
 }
 
