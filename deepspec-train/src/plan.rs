@@ -156,7 +156,7 @@ impl Plan<'_> {
         });
         let size = |values| format_megabytes(bytes_of(values, dtype) as f64);
         Ok(format!(
-            "on {} in {}: {work}{} of weights, {} of keys and values",
+            "on {} in {}: {work}{} of weights, {} of keys, values and recurrent states",
             device_name(device),
             dtype_name(dtype),
             size(self.target_weight_count()?),

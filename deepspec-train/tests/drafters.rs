@@ -4,12 +4,13 @@
 mod common;
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use common::decoding::{greedy, loads};
 use common::{Bench, STEPS};
+use deepspec_capture::ForwardLimits;
 use deepspec_core::Tap;
-use deepspec_models::Weights;
+use deepspec_models::{ModelConfig, Weights};
 use deepspec_testkit::golden::{Values, arrays};
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
@@ -438,6 +439,27 @@ fn llama_targets_have_drafters() {
     }
 }
 
+/// The plan counts weights, KV cache, and recurrent states of a target that runs beside the trainer. Tests do not know the longest sample,
+/// so one length of all has to give the plan's figure.
+fn check_target_memory(dir: &Path, plan: &Value) {
+    let config = ModelConfig::load(dir).unwrap();
+    let weights = Weights::open_target(dir, "a test", Device::Cpu, Kind::Float).unwrap().value_count() * 4;
+    let planned = plan["memory"]["target"].as_u64().unwrap() as usize;
+    let bytes = |tokens: usize| {
+        let sequences = ForwardLimits::new(tokens, Device::Cpu).sequences;
+        let states = config.linear_attention_bytes(sequences, Kind::Float);
+        (weights + 4 * config.kv_cache_numel(sequences, tokens), states)
+    };
+    let is_planned = |tokens: usize| bytes(tokens).0 + bytes(tokens).1 == planned;
+    assert!((1..=512).any(is_planned), "{planned} of {}", dir.display());
+    let has_states = config.linear_attention_bytes(1, Kind::Float) > 0;
+    assert!(
+        !has_states || (1..=512).all(|tokens| bytes(tokens).0 != planned),
+        "{planned} of {}",
+        dir.display()
+    );
+}
+
 /// Targets of families whose own layers no engine runs in a drafter. Block drafters have layers of Qwen3, others those
 /// of Llama. Drafting changes no token.
 #[test]
@@ -464,7 +486,9 @@ fn targets_of_other_families_have_drafters_that_engines_run() {
             (EAGLE3, "LlamaEagle3Model", "llama"),
         ] {
             let changes = set(&[&common[..], &[drafter]].concat());
-            bench.succeeds(&[&changes[..], &["--plan"]].concat());
+            let plan = bench.run(&[&changes[..], &["--plan", "--json"]].concat());
+            assert!(plan.status.success(), "{}", String::from_utf8_lossy(&plan.stderr));
+            check_target_memory(&dir, &serde_json::from_slice(&plan.stdout).unwrap());
             bench.succeeds(&[&changes[..], &["--overwrite"]].concat());
             assert!(bench.losses().iter().all(|loss| loss.is_finite()));
             let saved = config(&bench, 4);
