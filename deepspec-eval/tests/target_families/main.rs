@@ -305,6 +305,18 @@ fn drafters_of_gpt_oss_and_of_a_dense_hybrid_are_lossless_judged_and_converted()
     ["gpt_oss", "qwen3_5"].iter().for_each(|family| check_whole(family));
 }
 
+#[test]
+fn drafters_of_mixtures_are_converted() {
+    for family in ["qwen3_moe", "qwen3_5_moe"] {
+        let dir = tempfile::tempdir().unwrap();
+        let [draft, target] = ["draft", "target"].map(|name| path(family, name));
+        let (expected, results) = run(family, &draft, &dir.path().join("drafted"));
+        let back = convert_to_vllm_and_back(Path::new(&draft), Path::new(&target), dir.path());
+        let (found, converted) = run(family, back.to_str().unwrap(), &dir.path().join("converted"));
+        assert_eq!((found, counts(&converted)), (expected, counts(&results)), "{family}");
+    }
+}
+
 /// The doctor estimates more accepted tokens with the drafter's own mask token than with another one. The random gpt-oss
 /// repeats itself so much that any layers and any mask token will do.
 fn check_doctor(family: &str) {
