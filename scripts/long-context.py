@@ -2,7 +2,7 @@
 """Trains drafters with and without a sliding window on contexts of 4,096 tokens, and tests them on up to 32,768.
 
     scripts/long-context.py --text BOOK [--demo runs/demo] [--output runs/long-context] [--seeds N] [--jobs N]
-    scripts/long-context.py --text BOOK --lengths 4096 16384    32,768 tokens take an hour per drafter on a core
+    scripts/long-context.py --text BOOK --lengths 4096 16384    32,768 tokens take ten minutes per drafter on a core
 
 The target is the toy with a sliding window in all layers, so that it works at any length. Its prompts are those of the
 toy behind a passage of BOOK, a plain text in the public domain. The last quarter of the book is for the test. Uses the

@@ -24,7 +24,7 @@
 #   --states-folder DIR folder that these servers write to (/dev/shm/deepspec-states)
 #   --suites DIR        folder of the suites to judge on; by default the public ones are fetched into eval_datasets
 #   --engine E          engine to write files for: vllm, sglang, llama.cpp or none; by default llama.cpp for a GGUF
-#                       target, else vllm. None is for drafters that no engine loads: MTP-1,
+#                       target, else vllm. None is for drafters that the pipeline does not export: MTP-1,
 #                       xPress, DSpark of DeepSeek-V4; and for assistants of Gemma 4, which need no export
 #   --hardware H        accelerator of the estimate and of the memory: h100 (default with GPUs), h200, … (see
 #                       deepspec-train --help)
