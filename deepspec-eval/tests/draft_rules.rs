@@ -23,6 +23,12 @@ const SMALL: [&str; 9] = [
     "smoke-math",
 ];
 
+/// Checks that a report, whose long sentences are wrapped, says which engines draft and verify in the same way.
+fn assert_says(table: &str, sentence: &str) {
+    let table = table.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(table.contains(sentence), "{sentence} not in {table}");
+}
+
 /// At this temperature the rules of verification part within few tokens.
 const HOT: [&str; 6] = ["--temperature", "2", "--seed", "1,2,3", "--other-rule", "off"];
 
@@ -51,10 +57,15 @@ fn a_run_reports_both_rules_as_two_runs_would() {
     for words in ["τ probabilistic", "τ greedy", "--draft-sampling probabilistic"] {
         assert!(table.contains(words), "{words} not in {table}");
     }
+    assert_says(&table, "SGLang does so by default for `DSPARK` and DFlash 2, and for Eagle3 with");
     let report = fs::read_to_string(dir.path().join("report.md")).unwrap();
     assert!(report.contains("Accepted length by draft rule") && report.contains("τ greedy"), "{report}");
 
-    let (flipped, _) = evaluated(&draft, dir.path(), &["--draft-sampling", "greedy"]);
+    let (flipped, table) = evaluated(&draft, dir.path(), &["--draft-sampling", "greedy"]);
+    assert_says(
+        &table,
+        "llama.cpp does so, and vLLM by default. SGLang does so for DFlash and Domino, for Eagle3 by",
+    );
     let lengths =
         |metrics: &Value| ["accepted_length", "accepted_length_interval"].map(|key| metrics[key].clone());
     assert_eq!(lengths(other), lengths(&flipped["overall"]));
@@ -120,13 +131,23 @@ fn the_default_is_by_kind_and_said() {
 fn blocks_are_verified_by_the_rule_that_is_asked_for() {
     let dir = tempfile::tempdir().unwrap();
     let draft = tiny("tiny-dspark");
-    let [token, block] = ["token", "block"].map(|rule| {
+    let engines = [
+        ("token", "SGLang does so by default for `DSPARK`"),
+        (
+            "block",
+            "SGLang does so for `DSPARK`, DFlash 2 and Eagle3 with `--speculative-use-block-verification`.",
+        ),
+    ];
+    let [token, block] = engines.map(|(rule, engines)| {
         let out = dir.path().join(rule);
         let (found, table) = evaluated(&draft, &out, &[&HOT[..], &["--verify", rule]].concat());
-        let table = table.replace('\n', " ");
-        assert!(table.contains(&format!("--verify {rule}")), "{table}");
+        assert_says(&table, &format!("--verify {rule}"));
+        assert_says(&table, engines);
         found
     });
+    let greedy = ["--verify", "block", "--draft-sampling", "greedy"];
+    let (_, table) = evaluated(&draft, &dir.path().join("greedy"), &[&HOT[..], &greedy].concat());
+    assert_says(&table, "`SGLANG_DSPARK_USE_GREEDY_DRAFT=1`. Greedy drafts gain nothing by it.");
     assert_eq!((token["settings"].get("verify"), &block["settings"]["verify"]), (None, &json!("block")));
     let cycles = |found: &Value| found["suites"][0]["counts"]["accepted_at"].clone();
     assert_ne!(cycles(&token), cycles(&block), "the answers do not tell the rules apart");

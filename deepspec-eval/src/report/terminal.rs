@@ -151,8 +151,8 @@ pub fn lengths_by_context(results: &Results) -> Option<([&'static str; 5], Vec<V
     (!rows.is_empty()).then_some((["suite", "tokens before a cycle", "τ", "95 % interval", "cycles"], rows))
 }
 
-/// A sentence on how tokens were drafted and accepted, and one on which engines do so. None without a drafter. None for blocks at
-/// temperature 0, where all their rules agree.
+/// A sentence on how tokens were drafted and accepted, and those on which engines do so. SGLang's rules, from the sources of 0.5.23,
+/// differ by the kind of drafter. None without a drafter. None for blocks at temperature 0, where all their rules agree.
 fn draft_rule_note(results: &Results) -> Option<String> {
     let settings = &results.settings;
     if results.served.is_none() && results.drafter.is_some() && settings.verify.tree_budget().is_some() {
@@ -164,14 +164,20 @@ fn draft_rule_note(results: &Results) -> Option<String> {
     let (sampling, rule) = (settings.draft_sampling, settings.verify);
     let engines = match (sampling, rule) {
         (DraftSampling::Probabilistic, VerifyRule::Token) => {
-            "vLLM does so with `draft_sample_method: probabilistic`"
+            "vLLM does so with `draft_sample_method: probabilistic`. SGLang does so by default for `DSPARK` and DFlash 2, and \
+             for Eagle3 with `--speculative-use-rejection-sampling`"
         }
-        (DraftSampling::Greedy, VerifyRule::Token) => "llama.cpp does so, and vLLM by default",
+        (DraftSampling::Greedy, VerifyRule::Token) => {
+            "llama.cpp does so, and vLLM by default. SGLang does so for DFlash and Domino, for Eagle3 by default, and for \
+             `DSPARK` with `SGLANG_DSPARK_USE_GREEDY_DRAFT=1`"
+        }
         (DraftSampling::Probabilistic, VerifyRule::Block) => {
-            "vLLM does so with `rejection_sample_method: block` and `draft_sample_method: probabilistic`"
+            "vLLM does so with `rejection_sample_method: block` and `draft_sample_method: probabilistic`. SGLang does so for \
+             `DSPARK`, DFlash 2 and Eagle3 with `--speculative-use-block-verification`"
         }
         (DraftSampling::Greedy, VerifyRule::Block) => {
-            "vLLM does so with `rejection_sample_method: block`; greedy drafts gain nothing by it"
+            "vLLM does so with `rejection_sample_method: block`. SGLang does so for `DSPARK` with \
+             `--speculative-use-block-verification` and `SGLANG_DSPARK_USE_GREEDY_DRAFT=1`. Greedy drafts gain nothing by it"
         }
         (_, VerifyRule::Tree(_)) => return None,
     };

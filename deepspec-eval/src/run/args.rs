@@ -92,15 +92,16 @@ pub struct Args {
     #[arg(long, value_name = "N")]
     pub max_draft_tokens: Option<usize>,
     /// Choice of drafted tokens at temperatures above 0. Probabilistic samples from the drafter's distribution; greedy takes
-    /// the likeliest token, as llama.cpp does, and vLLM by default. Auto is by kind: probabilistic for DSpark with its
-    /// Markov head, Domino, Eagle3, MTP-1, assistants and language models, greedy for the others and for trees. Answers follow the target's
-    /// distribution either way
+    /// the likeliest token, as llama.cpp does, and vLLM by default. SGLang's rule depends on the drafter. Auto is by kind:
+    /// probabilistic for DSpark with its Markov head, Domino, Eagle3, MTP-1, assistants and language models, greedy for the others
+    /// and for trees. Answers follow the target's distribution either way
     #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftSamplingArg::Auto)]
     pub draft_sampling: DraftSamplingArg,
-    /// Rule that accepts drafted tokens. Token accepts token by token, as llama.cpp does, and vLLM by default. Block accepts
-    /// blocks as a whole, as vLLM does with `rejection_sample_method: block`: as many tokens or more, and no more with greedy
-    /// drafts. Trees of the N likeliest paths are verified in one pass by tree:N. A node has at most 7 children, or W with
-    /// tree:N:W. No release of vLLM, SGLang or llama.cpp verifies trees of block drafters. Answers follow the target's distribution under every rule
+    /// Rule that accepts drafted tokens. Token accepts token by token, as llama.cpp does, and vLLM and SGLang by default.
+    /// Block accepts blocks as a whole, as vLLM does with `rejection_sample_method: block`, and SGLang with
+    /// `--speculative-use-block-verification`. These are as many tokens or more, and no more with greedy drafts. Trees of the N
+    /// likeliest paths are verified in one pass by tree:N. A node has at most 7 children, or W with tree:N:W. No release of vLLM,
+    /// SGLang or llama.cpp verifies trees of block drafters. Answers follow the target's distribution under every rule
     #[arg(long, value_name = "RULE", default_value_t = VerifyRule::Token)]
     pub verify: VerifyRule,
     /// Also report the accepted length of the other --draft-sampling rule, from a second pass over the samples, above
