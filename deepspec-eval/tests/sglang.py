@@ -3,7 +3,7 @@
 usage: sglang.py costs COST.json TEMPERATURES.json REQUESTS:BUDGET...    seconds of steps, and the temperatures
        sglang.py table PROBES.json                                       the table of rates that its profiler writes for [[tokens, steps/s], ...]
        sglang.py draft CONFIG.json                                       what it takes for the settings of a DSpark
-       sglang.py block CONFIG.json                                       what it takes for those of a DFlash or a Domino
+       sglang.py block CONFIG.json...                                    what it takes for those of a DFlash, a DSpark or a Domino
 """
 
 import importlib
@@ -16,6 +16,7 @@ import types
 from unittest.mock import MagicMock
 
 OURS = "sglang.srt.speculative."
+LAYERS = "sglang.srt.models.dflash"
 READ = (OURS + "dflash_utils", OURS + "dspark_components.dspark_config", OURS + "dspark_components.dspark_sps",
         OURS + "dspark_components.dspark_sts")
 
@@ -34,7 +35,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         if name != "sglang" and not name.startswith("sglang."):
             return None
-        if name in READ:
+        if name in READ or name == LAYERS:
             file = importlib.metadata.distribution("sglang").locate_file(name.replace(".", "/") + ".py")
             return importlib.util.spec_from_file_location(name, file)
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -48,6 +49,27 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 sys.meta_path.insert(0, Finder())
 utils, config, sps, sts = [importlib.import_module(name) for name in READ]
+
+
+class Config(types.SimpleNamespace):
+    """The settings of a drafter as attributes."""
+
+    def get_text_config(self):
+        return self
+
+
+def block(read):
+    of = utils.parse_dflash_draft_config(draft_hf_config=read)
+    layers = importlib.import_module(LAYERS)
+    kinds = [layers._get_dflash_layer_attention_params(Config(**read), layer)[1] for layer in range(of.num_hidden_layers)]
+    return {
+        "domino": of.is_domino, "block_size": of.block_size, "target_layer_ids": of.target_layer_ids, "mask_token_id": of.mask_token_id,
+        "shift_label": of.shift_label, "gru_hidden_dim": of.gru_hidden_dim, "emb_dim": of.emb_dim, "layers": of.num_hidden_layers,
+        "target_layers": of.num_target_layers, "sinks": of.attention_sink_bias,
+        "causal": [kind is layers.AttentionType.DECODER for kind in kinds],
+    }
+
+
 what, arguments = sys.argv[1], sys.argv[2:]
 if what == "costs":
     table = sps.load_sps_table_from_path(arguments[0])
@@ -57,13 +79,7 @@ if what == "costs":
 elif what == "table":
     print(sps.profile_sps_table(probes=json.load(open(arguments[0]))).to_json())
 elif what == "block":
-    read = json.load(open(arguments[0]))
-    of = utils.parse_dflash_draft_config(draft_hf_config=read)
-    print(json.dumps({
-        "domino": of.is_domino, "block_size": of.block_size, "target_layer_ids": of.target_layer_ids, "mask_token_id": of.mask_token_id,
-        "shift_label": of.shift_label, "gru_hidden_dim": of.gru_hidden_dim, "emb_dim": of.emb_dim, "layers": of.num_hidden_layers,
-        "target_layers": of.num_target_layers,
-    }))
+    print(json.dumps([block(json.load(open(path))) for path in arguments]))
 else:
     read = json.load(open(arguments[0]))
     of = config.parse_dspark_draft_config(draft_hf_config=read)

@@ -6,9 +6,12 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use common::{deepspec_eval, repository, run_ok, target_dir, write_domino};
+use common::{deepspec_eval, drafter_config, repository, run_ok, target_dir, write_domino, write_drafter};
+use deepspec_core::{SlotTarget, Tap};
+use deepspec_models::{ModelConfig, load_embed_and_head};
 use deepspec_testkit::skip;
 use serde_json::{Value, json};
+use tch::{Device, Kind};
 use tempfile::tempdir;
 
 /// The output of `sglang.py`.
@@ -101,7 +104,7 @@ fn its_reader_of_block_drafters_finds_a_converted_domino() {
     let target = target_dir();
     let [from, target, to] = [&own, &target, &out].map(|path| path.to_str().unwrap());
     ok(&["checkpoint", "convert", "--from", from, "--to", "sglang", "--target", target, "--output-dir", to]);
-    let found = sglang(&python, &["block", out.join("config.json").to_str().unwrap()]);
+    let found = sglang(&python, &["block", out.join("config.json").to_str().unwrap()])[0].clone();
     for (its, key) in [
         ("block_size", "block_size"),
         ("target_layer_ids", "target_layer_ids"),
@@ -114,4 +117,55 @@ fn its_reader_of_block_drafters_finds_a_converted_domino() {
         assert_eq!(found[its], ours[key], "{key}: {found}");
     }
     assert_eq!((&found["domino"], &found["shift_label"]), (&json!(true), &json!(true)), "{found}");
+}
+
+/// A DSpark is written in the reference's layout, and a DFlash whose slots fill in in z-lab's.
+#[test]
+fn its_readers_of_layers_find_converted_causal_blocks_and_attention_sinks() {
+    let Some(python) = skip::speculators_python("sglang") else { return };
+    let dir = tempdir().unwrap();
+    let target = target_dir();
+    let model = ModelConfig::load(&target).unwrap();
+    let (embed, head) = load_embed_and_head(&target, &model, Device::Cpu, Kind::Float).unwrap();
+    let written = |name: &str, slots: SlotTarget, has_options: bool| {
+        let mut config = drafter_config();
+        config.decoder.taps = Tap::from_layer_ids([0, 2, 4]).unwrap();
+        (config.settings.blocks.slots, config.settings.blocks.causal) = (slots, has_options);
+        if slots == SlotTarget::FillIn {
+            (config.settings.markov, config.settings.confidence) = (None, None);
+        }
+        if has_options {
+            config.decoder.model = config.decoder.model.with_attention_sinks().unwrap();
+        }
+        let [own, out] = ["own", "out"].map(|part| dir.path().join(format!("{name}-{part}")));
+        write_drafter(&own, config, |name, tensor| match name {
+            "embed_tokens.weight" => embed.shallow_clone(),
+            "lm_head.weight" => head.shallow_clone(),
+            _ => tensor,
+        });
+        let [from, target, to] = [&own, &target, &out].map(|path| path.to_str().unwrap());
+        ok(&[
+            "checkpoint",
+            "convert",
+            "--from",
+            from,
+            "--to",
+            "sglang",
+            "--target",
+            target,
+            "--output-dir",
+            to,
+        ]);
+        out.join("config.json").to_str().unwrap().to_string()
+    };
+    let configs = [
+        written("dspark", SlotTarget::AnchorPredicts, true),
+        written("dflash", SlotTarget::FillIn, true),
+        written("plain", SlotTarget::AnchorPredicts, false),
+    ];
+    let arguments: Vec<&str> = std::iter::once("block").chain(configs.iter().map(String::as_str)).collect();
+    let found = sglang(&python, &arguments);
+    for (found, expected) in found.as_array().unwrap().iter().zip([true, true, false]) {
+        assert_eq!((&found["sinks"], &found["causal"]), (&json!(expected), &json!([expected])), "{found}");
+    }
 }

@@ -23,6 +23,8 @@ pub struct Checkpoint {
     tensors: Tensors,
     /// Config key that this project cannot run, with the reason.
     unsupported: Option<(String, String)>,
+    /// Why SGLang would ignore a key of the config.
+    unread_by_sglang: Option<&'static str>,
 }
 
 impl Checkpoint {
@@ -44,7 +46,8 @@ impl Checkpoint {
             false => Tensors::open(dir)?,
         };
         let (format, drafter) = layouts::read(&path, &map, &tensors, known)?;
-        Ok(Self { dir: dir.to_path_buf(), format, drafter, tensors, unsupported: None })
+        let unread_by_sglang = layouts::unread_by_sglang(&map, drafter.has_attention_sinks());
+        Ok(Self { dir: dir.to_path_buf(), format, drafter, tensors, unsupported: None, unread_by_sglang })
     }
 
     /// Records a config key that this project cannot run. Then [`Self::check`] fails, and
@@ -96,6 +99,12 @@ impl Checkpoint {
             && [shapes::EMBED, shapes::HEAD].iter().all(|end| self.find(end).is_none())
     }
 
+    /// Why SGLang would ignore the key of causal blocks or that of attention sinks, where it reads the layout. None if it reads
+    /// what the drafter has.
+    pub(crate) fn unread_by_sglang(&self) -> Option<&'static str> {
+        self.unread_by_sglang
+    }
+
     /// The reason why the checkpoint cannot be converted to the format `to`; None if it can.
     pub fn refusal(&self, to: CheckpointFormat) -> Option<String> {
         self.conversion_refusal(&self.drafter, to)
@@ -104,8 +113,9 @@ impl Checkpoint {
     /// Like [`Self::refusal`], for the drafter completed with the target's settings.
     pub(crate) fn conversion_refusal(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String> {
         // A conversion to the format that the checkpoint already has is useful only if it adds
-        // embedding and LM head.
-        if to == self.format && !self.lacks_embed_and_head() {
+        // embedding and LM head, or keys of `dflash_config` that SGLang reads.
+        let adds_keys = to != CheckpointFormat::Reference && self.unread_by_sglang.is_some();
+        if to == self.format && !self.lacks_embed_and_head() && !adds_keys {
             return Some(format!("it is a checkpoint of {to} already"));
         }
         drafter.reason_not_convertible().or_else(|| drafter.kind.refusal(drafter, to))

@@ -3,7 +3,6 @@
 
 use serde::Serialize;
 
-use crate::drafter::SGLANG_HAS_NO_SINKS;
 use crate::export::{Engine, EngineSupport};
 use crate::{Checkpoint, CheckpointFormat};
 
@@ -49,9 +48,10 @@ pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility>
         false if converts => "convert to speculators",
         false => "its layout cannot say this drafter",
     };
-    let sglang = match drafter.has_attention_sinks() {
-        true => EngineSupport::not_loaded(SGLANG_HAS_NO_SINKS),
-        false => drafter.kind.engine_support(Engine::Sglang, format),
+    let sglang = drafter.kind.engine_support(Engine::Sglang, format);
+    let sglang = match checkpoint.unread_by_sglang() {
+        Some(reason) if sglang.loads => EngineSupport::not_loaded(reason),
+        _ => sglang,
     };
     vec![
         known("vLLM", Some(VLLM_VERSION), drafter.kind.engine_support(Engine::Vllm, format)),

@@ -63,9 +63,6 @@ impl Drafter {
     }
 }
 
-/// Why a drafter with attention sinks is not written for SGLang, which has them for Nemotron's layouts only.
-pub const SGLANG_HAS_NO_SINKS: &str = "SGLang has attention sinks for Nemotron's drafters only";
-
 /// The settings of a drafter kind.
 pub type Settings = Arc<dyn KindSettings>;
 

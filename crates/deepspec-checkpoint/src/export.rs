@@ -107,8 +107,15 @@ impl Engine {
             }
             Self::Sglang => {
                 let own = drafter.kind.sglang_arguments();
+                // FlashInfer, SGLang's attention backend on many GPUs, takes no sinks.
+                let backend = match drafter.has_attention_sinks() {
+                    true => " --speculative-draft-attention-backend triton",
+                    false => "",
+                };
                 let algorithm = method.to_uppercase();
-                format!("--speculative-algorithm {algorithm} --speculative-draft-model-path {path}{own}")
+                format!(
+                    "--speculative-algorithm {algorithm} --speculative-draft-model-path {path}{own}{backend}"
+                )
             }
             Self::LlamaCpp => {
                 format!("--model-draft {path} --spec-type draft-{method} --spec-draft-n-max {drafted}")

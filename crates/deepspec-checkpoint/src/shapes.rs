@@ -8,7 +8,8 @@ use crate::drafter::{Drafter, TensorShapes};
 use crate::experts::{expert_shapes, gated_mlp_shapes};
 use crate::fields::Fields;
 
-/// Config key of attention sinks, and the name of a layer's sinks `[H]` below `self_attn`. vLLM reads the key in `dflash_config`.
+/// Config key of attention sinks, and the name of a layer's sinks `[H]` below `self_attn`. vLLM and SGLang read the key in
+/// `dflash_config`.
 pub const ATTENTION_SINK_BIAS: &str = "attention_sink_bias";
 /// Config key of attention sinks that vLLM reads without `dflash_config`.
 pub const ADD_SWA_ATTENTION_SINK_BIAS: &str = "add_swa_attention_sink_bias";

@@ -1,6 +1,6 @@
 //! Options of draft blocks that tools store at the top level of a config or in `dflash_config`.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::CheckpointError;
 use crate::fields::Fields;
@@ -38,6 +38,21 @@ pub fn read_attention_sinks(fields: &Fields) -> Result<bool, CheckpointError> {
         }
     }
     read_shared_flag(fields, &SINK_KEYS)
+}
+
+/// Why SGLang 0.5.23 would run whole blocks, or layers without sinks, for the config `map`. By its sources it reads causal blocks by
+/// `is_causal` beside `layer_types`, and sinks by `dflash_config.attention_sink_bias`. None if it reads what the drafter has.
+pub fn unread_by_sglang(map: &Map<String, Value>, has_sinks: bool) -> Option<&'static str> {
+    let inner = map.get(INNER_KEY).and_then(Value::as_object);
+    let outer_says = |key: &str| map.get(key) == Some(&Value::Bool(true));
+    let inner_says = |key: &str| inner.is_some_and(|inner| inner.get(key) == Some(&Value::Bool(true)));
+    let is_causal = CAUSAL_KEYS.into_iter().any(|key| outer_says(key) || inner_says(key));
+    let has_layer_types = map.get("layer_types").is_some_and(Value::is_array);
+    if is_causal && !(outer_says(CAUSAL_KEYS[0]) && has_layer_types) {
+        return Some("it reads causal blocks by is_causal beside layer_types only; convert to sglang");
+    }
+    (has_sinks && !inner_says(ATTENTION_SINK_BIAS))
+        .then_some("it reads attention sinks by dflash_config.attention_sink_bias only; convert to sglang")
 }
 
 /// The flag that any of `keys` sets, at the top level or in `dflash_config`; false without these keys.

@@ -7,7 +7,7 @@ mod reader;
 mod reference;
 mod speculators;
 
-pub use block_options::{CAUSAL_KEYS, read_attention_sinks, read_causal};
+pub use block_options::{CAUSAL_KEYS, read_attention_sinks, read_causal, unread_by_sglang};
 pub use common::{Decoder, EMBEDDING_LAYER_ID, read_draft_vocab_size, read_layer_ids};
 pub use dflash_config::{DflashConfig, find_unsupported_setting};
 pub use reader::{ExternalClass, KnownDrafters, Reader};
@@ -21,6 +21,7 @@ use serde_json::{Map, Value};
 use crate::drafter::Drafter;
 use crate::fields::Fields;
 use crate::rope::RopeParameters;
+use crate::shapes::ATTENTION_SINK_BIAS;
 use crate::{CheckpointError, CheckpointFormat, Target, Tensors};
 
 /// Detects the format of a config and its tensors, and reads the drafter if its kind is known.
@@ -217,6 +218,7 @@ pub fn add_engine_keys(map: &mut Map<String, Value>, rope: RopeParameters) {
         "markov_head_type",
         "enable_confidence_head",
         "confidence_head_with_markov",
+        ATTENTION_SINK_BIAS,
     ];
     let inner: Map<String, Value> =
         both.iter().filter_map(|&key| Some((key.to_string(), map.get(key)?.clone()))).collect();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use deepspec_checkpoint::{
     CAUSAL_KEYS, CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
     EngineSupport, ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings,
-    Reader, SGLANG_HAS_NO_SINKS, Settings, Speculators, TensorShapes, Tensors, json_map,
+    Reader, Settings, Speculators, TensorShapes, Tensors, json_map,
 };
 use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
@@ -18,9 +18,6 @@ use crate::draft_model::DrafterSettings as _;
 
 /// Why checkpoints that have heads, and slots of the convention `fill_in`, are not written for engines.
 const UNTESTED_HEADS: &str = "heads beside slots that fill in are not written: no engine was tried with them";
-
-/// Why SGLang cannot run causal blocks.
-const WHOLE_BLOCKS: &str = "SGLang's slots see their whole block, these see only the slots before them";
 
 /// Reads checkpoints of DSpark and DFlash in all layouts.
 pub static READER: Reader = Reader {
@@ -327,13 +324,7 @@ impl KindSettings for DSparkSettings {
         Some(DflashConfigKeys { class, top, inner })
     }
 
-    fn engine_format(&self, engine: Engine, drafter: &Drafter) -> Result<CheckpointFormat, String> {
-        if drafter.has_attention_sinks() && engine == Engine::Sglang {
-            return Err(SGLANG_HAS_NO_SINKS.into());
-        }
-        if self.blocks.causal && engine == Engine::Sglang {
-            return Err(WHOLE_BLOCKS.into());
-        }
+    fn engine_format(&self, _: Engine, _: &Drafter) -> Result<CheckpointFormat, String> {
         if self.fills_in() {
             return if self.has_heads() { Err(UNTESTED_HEADS.into()) } else { Ok(CheckpointFormat::Zlab) };
         }
@@ -402,9 +393,6 @@ impl KindSettings for DSparkSettings {
         use CheckpointFormat::{DeepseekV4, Modelopt, Reference, Specforge, Speculators, Zlab};
         use EngineSupport as S;
         let has_markov = self.markov.is_some();
-        if engine == Engine::Sglang && self.blocks.causal {
-            return S::not_loaded(WHOLE_BLOCKS);
-        }
         if engine == Engine::Sglang {
             return match format {
                 Speculators => S::not_loaded(SGLANG_REFUSAL),

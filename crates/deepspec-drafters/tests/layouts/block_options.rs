@@ -1,15 +1,37 @@
 //! The keys by which tools mark causal blocks and attention sinks.
 
 use deepspec_checkpoint::{
-    ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, CAUSAL_KEYS, CheckpointFormat, engine_compatibility,
+    ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, CAUSAL_KEYS, CheckpointFormat, Engine, Target,
+    convert_for_engine, engine_compatibility,
 };
 use deepspec_drafters::{DrafterOptions, load_drafter, open_checkpoint};
 use safetensors::Dtype;
-use serde_json::json;
+use serde_json::{Value, json};
 use tch::{Device, Kind};
 
 use crate::common::{Folder, bytes, edited, fixture, golden, target, write};
 use crate::convert::{converted, refusal};
+
+/// The config of `folder`, in the layout of z-lab, as it is written for SGLang. None if SGLang reads the folder as it is.
+fn written_for_sglang(folder: &Folder, target: &Folder) -> Option<Value> {
+    let source = open_checkpoint(folder.path()).unwrap();
+    let target = Target::open(target.path(), "owner/target").unwrap();
+    let out = Folder::new();
+    let written = convert_for_engine(&source, Engine::Sglang, &target)
+        .and_then(|plan| plan.write(&out.path().join("out"), false));
+    let sglang = engine_compatibility(&source).into_iter().find(|engine| engine.engine == "SGLang").unwrap();
+    assert_eq!((sglang.loads, sglang.tried), (written.is_err(), None), "{}", sglang.note);
+    match written {
+        Ok(()) => {
+            assert!(sglang.note.ends_with("only; convert to sglang"), "{}", sglang.note);
+            Some(out.within("out").config())
+        }
+        Err(error) => {
+            assert!(error.to_string().contains("it loads the checkpoint as it is"), "{error}");
+            None
+        }
+    }
+}
 
 #[test]
 fn causal_blocks_are_read_in_every_spelling_and_written_for_engines() {
@@ -22,6 +44,12 @@ fn causal_blocks_are_read_in_every_spelling_and_written_for_engines() {
     };
     for (key, inner) in CAUSAL_KEYS.into_iter().flat_map(|key| [(key, false), (key, true)]) {
         let zlab = with(&fixture::zlab(), key, true, inner);
+        // SGLang knows one of the spellings, and would read the others as whole blocks.
+        let sglang = written_for_sglang(&zlab, &target);
+        assert_eq!(sglang.is_none(), key == "is_causal" && !inner, "{key}");
+        if let Some(sglang) = sglang {
+            assert!(sglang["is_causal"] == true && sglang["layer_types"].is_array(), "{sglang}");
+        }
         let reference = converted(&zlab, CheckpointFormat::Reference, Some(&target));
         assert_eq!(reference.config()["is_causal"], true, "{key}");
         let back = converted(&reference, CheckpointFormat::Zlab, Some(&target)).config();
@@ -33,6 +61,14 @@ fn causal_blocks_are_read_in_every_spelling_and_written_for_engines() {
         let told = contradiction.unwrap_err().to_string();
         assert!(told.contains(key) && told.contains(" is "), "{told}");
     }
+    // Layers of Llama have no types unless the config says them.
+    let untyped = with(
+        &edited(&fixture::zlab(), |config| drop(config.as_object_mut().unwrap().remove("layer_types"))),
+        "is_causal",
+        true,
+        false,
+    );
+    assert!(written_for_sglang(&untyped, &target).unwrap()["layer_types"].is_array());
     for to in [CheckpointFormat::Specforge, CheckpointFormat::Modelopt] {
         let causal = with(&golden("dspark_vanilla"), "is_causal", true, false);
         for (folder, expected) in [(causal, true), (golden("dspark_vanilla"), false)] {
@@ -84,6 +120,11 @@ fn attention_sinks_are_read_in_both_spellings_and_written_for_engines() {
             let place = if inner { &mut config["dflash_config"] } else { config };
             place[key] = json!(true);
         });
+        let sglang = written_for_sglang(&zlab, &target);
+        assert_eq!(sglang.is_none(), key == ATTENTION_SINK_BIAS && inner, "{key}");
+        if let Some(sglang) = sglang {
+            assert_eq!(sglang["dflash_config"][ATTENTION_SINK_BIAS], true);
+        }
         let reference = converted(&zlab, CheckpointFormat::Reference, Some(&target));
         for key in [ATTENTION_SINK_BIAS, ADD_SWA_ATTENTION_SINK_BIAS] {
             assert_eq!(reference.config()[key], true, "{key}");
@@ -103,8 +144,9 @@ fn attention_sinks_are_read_in_both_spellings_and_written_for_engines() {
     });
     let opened = open_checkpoint(both.path()).unwrap();
     opened.check().unwrap();
-    let sglang = engine_compatibility(&opened).into_iter().find(|engine| engine.engine == "SGLang").unwrap();
-    assert!(!sglang.loads && sglang.note.contains("attention sinks"), "{}", sglang.note);
+    assert!(written_for_sglang(&both, &target).is_none());
+    let arguments = Engine::Sglang.serve_arguments(opened.drafter(), "DIR");
+    assert!(arguments.ends_with("DIR --speculative-draft-attention-backend triton"), "{arguments}");
     // Tensors without the key, and the key without tensors.
     let keyed = edited(&fixture::zlab(), |config| config["dflash_config"][ATTENTION_SINK_BIAS] = json!(true));
     for folder in [zlab, keyed] {
