@@ -8,7 +8,7 @@ use std::path::Path;
 use common::greedy::changes_no_token;
 use common::{
     answers, assert_refused, deepspec_eval, repository, results, run, run_ok, target_dir,
-    write_bigram_drafter, write_domino, write_eagle3, write_mtp, write_peagle,
+    write_bigram_drafter, write_domino, write_dspark_v4, write_eagle3, write_mtp, write_peagle,
 };
 use serde_json::{Value, json};
 
@@ -37,12 +37,16 @@ fn evaluated(draft: &str, out: &Path, more: &[&str]) -> (Value, String) {
 #[test]
 fn at_temperature_0_trees_change_no_token() {
     let dir = tempfile::tempdir().unwrap();
-    let [corpus, bigrams, domino] = ["corpus", "bigrams", "domino"].map(|name| dir.path().join(name));
+    let [corpus, bigrams, domino, dspark_v4] =
+        ["corpus", "bigrams", "domino", "dspark_v4"].map(|name| dir.path().join(name));
     run_ok("none", &corpus, &["--seed", "7", "--limit", "8"]);
     write_bigram_drafter(&bigrams, answers(&corpus).values());
     write_domino(&domino);
+    write_dspark_v4(&dspark_v4);
     changes_no_token(&bigrams, &[(3, &["--verify", "tree:12"])]);
-    changes_no_token(&domino, &[(16, &["--verify", "tree:10:3"])]);
+    for drafter in [&domino, &dspark_v4] {
+        changes_no_token(drafter, &[(16, &["--verify", "tree:10:3"])]);
+    }
 }
 
 #[test]

@@ -6,14 +6,16 @@ mod common;
 
 use std::path::Path;
 
-use common::laws::{SLOTS, VOCAB, blocks, chi_square, decoder, drafter, drafter_of, law, taps, target};
+use common::laws::{
+    SLOTS, VOCAB, blocks, chi_square, decoder, drafter, drafter_of, dspark_v4, law, taps, target,
+};
 use deepspec_checkpoint::DraftVocab;
 use deepspec_core::SlotTarget;
 use deepspec_drafters::{
     Convolution, DFlash2Proposer, DFlash2Settings, DSparkProposer, DSparkSettings, DSparkV4Proposer,
-    DSparkV4Settings, DominoProposer, DominoSettings, DraftDecoder, Eagle3Norms, Eagle3Proposer,
-    Eagle3Settings, GruSettings, MarkovKind, MarkovSettings, MtpProposer, MtpSettings, PEagleProposer,
-    PEagleSettings, StageSettings, XPressProposer, XPressSettings,
+    DominoProposer, DominoSettings, DraftDecoder, Eagle3Norms, Eagle3Proposer, Eagle3Settings, GruSettings,
+    MarkovKind, MarkovSettings, MtpProposer, MtpSettings, PEagleProposer, PEagleSettings, XPressProposer,
+    XPressSettings,
 };
 use deepspec_engine::{DraftRequest, Proposal, Proposer, VerifyRule};
 use deepspec_models::ModelConfig;
@@ -105,22 +107,7 @@ fn with_xpress_the_first_tokens_have_the_targets_joint_law() {
 
 #[test]
 fn with_dspark_of_deepseek_v4_the_first_tokens_have_the_targets_joint_law() {
-    let stages = StageSettings {
-        num_attention_heads: 2,
-        head_dim: 8,
-        qk_rope_head_dim: 4,
-        q_lora_rank: 8,
-        o_lora_rank: 8,
-        o_groups: 2,
-        n_routed_experts: 3,
-        num_experts_per_tok: 2,
-        moe_intermediate_size: 8,
-        hc_mult: 2,
-        hc_sinkhorn_iters: 1,
-        ..StageSettings::default()
-    };
-    let settings = DSparkV4Settings { blocks: blocks(SlotTarget::AnchorPredicts), markov_rank: 8, stages };
-    assert_lossless(chi_square_ratios(|dir| DSparkV4Proposer::new(drafter(dir, settings), SLOTS)));
+    assert_lossless(chi_square_ratios(|dir| DSparkV4Proposer::new(drafter(dir, dspark_v4()), SLOTS)));
 }
 
 #[test]

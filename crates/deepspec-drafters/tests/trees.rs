@@ -3,18 +3,18 @@
 
 mod common;
 
-use std::cmp::Ordering;
 use std::path::Path;
 
-use common::laws::{SLOTS, VOCAB, blocks, chi_square, drafter, law, taps, target};
+use common::laws::{SLOTS, VOCAB, blocks, chi_square, drafter, dspark_v4, law, taps, target};
 use deepspec_core::SlotTarget;
 use deepspec_drafters::{
     BackboneDrafter, BlockProposerOf, Convolution, DFlash2Settings, DSpark, DSparkSettings, DominoSettings,
-    DraftModel, Drafter, DrafterOptions, GruSettings, MarkovKind, MarkovSettings, XPressSettings,
+    DraftModel, Drafter, DrafterKind, DrafterOptions, GruSettings, MarkovKind, MarkovSettings,
+    XPressSettings,
 };
 use deepspec_engine::{
     Completion, Context, Cycle, DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput,
-    Proposer, Request, Sampling, SamplingBatch, Target, TreeBudget, TreeTarget, VerifyRule,
+    Proposal, Proposer, Request, Sampling, SamplingBatch, Target, TreeBudget, TreeTarget, VerifyRule,
 };
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_ops::DraftTree;
@@ -66,37 +66,50 @@ fn context() -> Context {
     }
 }
 
-/// Log probability of `path` behind slot `slot`'s anchor, by the logits of a chain that is forced to draft the path.
-fn path_score<K: BackboneDrafter>(model: &DraftModel<K>, slot: usize, path: &[i64], temperature: f64) -> f64 {
-    let mut proposer = BlockProposerOf::new(model.share(), 2);
-    let mut score = 0.0;
-    let _ = proposer.forward(&context(), &[0, 1], &Tensor::from_slice(&ANCHORS), |k, logits| {
-        let token = path.get(k as usize).copied();
-        if let Some(token) = token {
-            let laws = (logits / temperature).log_softmax(-1, Kind::Double);
-            score += laws.double_value(&[slot as i64, token]);
-        }
-        Tensor::from_slice(&[token.unwrap_or(0); 2])
-    });
-    score
-}
-
-fn trees<K: BackboneDrafter>(
-    model: &DraftModel<K>,
-    budget: TreeBudget,
-    depth: usize,
+/// Lets a copy of the drafter without context answer a request behind [`ANCHORS`] with these uniforms `[2, 4]`.
+fn ask<R>(
+    drafter: &dyn Drafter,
     temperature: f64,
-) -> Vec<DraftTree> {
-    let mut proposer = BlockProposerOf::new(model.share(), 2);
+    uniforms: &Tensor,
+    answer: impl FnOnce(Box<dyn Drafter>, &DraftRequest) -> R,
+) -> R {
     let sampling = SamplingBatch::new(vec![Sampling::new(temperature, 1); 2], Device::Cpu);
     let request = DraftRequest {
         context: &context(),
         slots: &[0, 1],
         anchors: &Tensor::from_slice(&ANCHORS),
-        uniforms: &Tensor::zeros([2, 4], (Kind::Double, Device::Cpu)),
+        uniforms,
         sampling: &sampling,
     };
-    proposer.propose_trees(&request, budget, depth)
+    answer(drafter.share(2), &request)
+}
+
+fn chains(drafter: &dyn Drafter, temperature: f64, uniforms: &Tensor) -> Proposal {
+    ask(drafter, temperature, uniforms, |mut drafter, request| drafter.propose(request))
+}
+
+fn any_uniforms() -> Tensor {
+    Tensor::full([2, 4], 0.5, (Kind::Double, Device::Cpu))
+}
+
+/// Distributions `[γ, V]` of the chain behind slot `slot`'s anchor that is forced to draft `path` first.
+fn laws_behind(drafter: &dyn Drafter, slot: usize, path: &[i64], temperature: f64) -> Tensor {
+    let (uniforms, slot) = (any_uniforms(), slot as i64);
+    let laws = |uniforms: &Tensor| {
+        chains(drafter, temperature, uniforms).probs.expect("drawn above temperature 0").get(slot)
+    };
+    for (k, token) in path.iter().enumerate() {
+        let law = laws(&uniforms).narrow(0, k as i64, 1);
+        let forcing = common::forcing(&law, &[*token]);
+        uniforms.narrow(0, slot, 1).narrow(1, k as i64, 1).copy_(&forcing);
+    }
+    laws(&uniforms)
+}
+
+fn trees(drafter: &dyn Drafter, budget: TreeBudget, depth: usize, temperature: f64) -> Vec<DraftTree> {
+    ask(drafter, temperature, &any_uniforms(), |mut drafter, request| {
+        drafter.propose_trees(request, budget, depth)
+    })
 }
 
 fn paths(tree: &DraftTree) -> Vec<Vec<i64>> {
@@ -108,33 +121,31 @@ fn paths(tree: &DraftTree) -> Vec<Vec<i64>> {
     paths
 }
 
-/// Checks nodes against all paths: every path is scored by the chain's logits, and the tree has the likeliest.
-fn nodes_are_the_likeliest_paths<K: BackboneDrafter>(name: &str, settings: K::Settings) {
-    let _no_grad = tch::no_grad_guard();
-    let dir = tempfile::tempdir().unwrap();
-    tiny::qwen3(dir.path(), VOCAB);
-    let model = drafter::<K>(dir.path(), settings);
-    let gamma = BlockProposerOf::new(model.share(), 2).draft_len();
+/// Checks nodes against all paths: every path is scored by the chain's distributions, and the tree has the likeliest.
+fn nodes_are_the_likeliest_paths(name: &str, drafter: &dyn Drafter) {
+    let gamma = drafter.draft_len();
+    let greedy = chains(drafter, 0.0, &any_uniforms()).tokens;
+    let greedy: Vec<Vec<i64>> = Vec::try_from(greedy).unwrap();
     let (mut scattered, mut own) = (false, vec![]);
     for temperature in [0.0, 0.7] {
         let budget = TreeBudget { nodes: 9, width: 3 };
-        for (slot, tree) in trees(&model, budget, 2, temperature).iter().enumerate() {
+        for (slot, tree) in trees(drafter, budget, 2, temperature).iter().enumerate() {
             assert_eq!((tree.len(), tree.max_depth() <= 2), (9, true), "{name}");
             let scale = if temperature == 0.0 { 1.0 } else { temperature };
             // The three likeliest first tokens, and the three likeliest behind each.
-            let ranked = |prefix: &[i64]| {
+            let ranked = |score: f64, prefix: &[i64]| {
+                let law = laws_behind(drafter, slot, prefix, scale).get(prefix.len() as i64);
                 let mut all: Vec<(f64, Vec<i64>)> = (0..VOCAB as i64)
-                    .map(|token| [prefix, &[token]].concat())
-                    .map(|path| (path_score(&model, slot, &path, scale), path))
+                    .map(|token| (score + law.double_value(&[token]).ln(), [prefix, &[token]].concat()))
                     .collect();
-                all.sort_by(|a, b| b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal));
+                all.sort_by(|a, b| b.0.total_cmp(&a.0));
                 all.truncate(3);
                 all
             };
-            let first = ranked(&[]);
-            let second = first.iter().flat_map(|(_, path)| ranked(path)).collect::<Vec<_>>();
+            let first = ranked(0.0, &[]);
+            let second = first.iter().flat_map(|(score, path)| ranked(*score, path)).collect::<Vec<_>>();
             let mut expected = [first, second].concat();
-            expected.sort_by(|a, b| b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal));
+            expected.sort_by(|a, b| b.0.total_cmp(&a.0));
             let expected: Vec<Vec<i64>> = expected.into_iter().take(9).map(|(_, path)| path).collect();
             let found = paths(tree)[1..].to_vec();
             assert_eq!(found, expected, "{name}, slot {slot}, temperature {temperature}");
@@ -142,26 +153,23 @@ fn nodes_are_the_likeliest_paths<K: BackboneDrafter>(name: &str, settings: K::Se
             own.push(found);
         }
         // Width 1 is the chain that is drafted greedily.
-        let chains = trees(&model, TreeBudget { nodes: gamma, width: 1 }, gamma, temperature);
-        let mut greedy = vec![];
-        let anchors = Tensor::from_slice(&ANCHORS);
-        let _ = BlockProposerOf::new(model.share(), 2).forward(&context(), &[0, 1], &anchors, |_, logits| {
-            greedy.push(logits.argmax(-1, false));
-            logits.argmax(-1, false)
-        });
-        let greedy: Vec<Vec<i64>> = Vec::try_from(Tensor::stack(&greedy, 1)).unwrap();
-        assert_eq!(chains.iter().map(DraftTree::tokens).collect::<Vec<_>>(), greedy, "{name}");
-        assert!(chains.iter().all(|chain| chain.max_depth() == gamma), "{name}");
+        let narrow = trees(drafter, TreeBudget { nodes: gamma, width: 1 }, gamma, temperature);
+        assert_eq!(narrow.iter().map(DraftTree::tokens).collect::<Vec<_>>(), greedy, "{name}");
+        assert!(narrow.iter().all(|tree| tree.max_depth() == gamma), "{name}");
     }
     assert!(scattered && own[0] != own[1], "{name}: the trees show little");
 }
 
 #[test]
 fn nodes_are_the_likeliest_paths_of_the_chains_distributions() {
-    use deepspec_drafters::{DFlash2, Domino, XPress};
-    fn check<K: BackboneDrafter>(name: &str, settings: K::Settings, _: fn(DraftModel<K>)) {
-        nodes_are_the_likeliest_paths::<K>(name, settings);
+    use deepspec_drafters::{DFlash2, DSparkV4, Domino, XPress};
+    fn check<K: DrafterKind>(name: &str, settings: K::Settings, _: fn(DraftModel<K>)) {
+        let dir = tempfile::tempdir().unwrap();
+        tiny::qwen3(dir.path(), VOCAB);
+        let drafter = K::into_drafter(drafter::<K>(dir.path(), settings), 2);
+        nodes_are_the_likeliest_paths(name, drafter.as_ref());
     }
+    let _no_grad = tch::no_grad_guard();
     for kind in [MarkovKind::Vanilla, MarkovKind::Gated, MarkovKind::Rnn] {
         check(&format!("DSpark, {kind:?}"), dspark(Some(kind), false), |_: DSpark| {});
     }
@@ -170,6 +178,7 @@ fn nodes_are_the_likeliest_paths_of_the_chains_distributions() {
     check("DFlash 2", dflash2(), |_: DFlash2| {});
     check("Domino", domino(), |_: Domino| {});
     check("xPress", xpress(), |_: XPress| {});
+    check("DSpark of DeepSeek-V4", dspark_v4(), |_: DSparkV4| {});
 }
 
 /// A target that takes the rows of a tree for a chain.

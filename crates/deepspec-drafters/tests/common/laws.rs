@@ -5,7 +5,9 @@ use std::path::Path;
 
 use deepspec_checkpoint::DraftVocab;
 use deepspec_core::{SlotTarget, Tap};
-use deepspec_drafters::{BlockSpec, DraftConfig, DraftDecoder, DraftModel, DrafterKind};
+use deepspec_drafters::{
+    BlockSpec, DSparkV4Settings, DraftConfig, DraftDecoder, DraftModel, DrafterKind, StageSettings,
+};
 use deepspec_engine::{
     DraftSampling, Engine, EngineOptions, ModelInput, Proposer, Request, Sampling, SamplingBatch, Target,
     VerifyRule,
@@ -114,6 +116,25 @@ pub fn chi_square(
 
 pub fn blocks(slots: SlotTarget) -> BlockSpec {
     BlockSpec { block_size: 4, slots, mask_token_id: 9, causal: false, num_anchors: 4 }
+}
+
+/// Settings of a DSpark of DeepSeek-V4 with [`blocks`].
+pub fn dspark_v4() -> DSparkV4Settings {
+    let stages = StageSettings {
+        num_attention_heads: 2,
+        head_dim: 8,
+        qk_rope_head_dim: 4,
+        q_lora_rank: 8,
+        o_lora_rank: 8,
+        o_groups: 2,
+        n_routed_experts: 3,
+        num_experts_per_tok: 2,
+        moe_intermediate_size: 8,
+        hc_mult: 2,
+        hc_sinkhorn_iters: 1,
+        ..StageSettings::default()
+    };
+    DSparkV4Settings { blocks: blocks(SlotTarget::AnchorPredicts), markov_rank: 8, stages }
 }
 
 pub fn noise_like(parameter: &Tensor, seed: u64) -> Tensor {
