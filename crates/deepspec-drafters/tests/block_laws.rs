@@ -7,15 +7,14 @@ mod common;
 use std::path::Path;
 
 use common::laws::{
-    SLOTS, VOCAB, blocks, chi_square, decoder, drafter, drafter_of, dspark_v4, law, taps, target,
+    SLOTS, VOCAB, blocks, chi_square, decoder, drafter, drafter_of, dspark_v4, law, peagle, reduced_vocab,
+    taps, target,
 };
-use deepspec_checkpoint::DraftVocab;
 use deepspec_core::SlotTarget;
 use deepspec_drafters::{
     Convolution, DFlash2Proposer, DFlash2Settings, DSparkProposer, DSparkSettings, DSparkV4Proposer,
-    DominoProposer, DominoSettings, DraftDecoder, Eagle3Norms, Eagle3Proposer, Eagle3Settings, GruSettings,
-    MarkovKind, MarkovSettings, MtpProposer, MtpSettings, PEagleProposer, PEagleSettings, XPressProposer,
-    XPressSettings,
+    DominoProposer, DominoSettings, DraftDecoder, Eagle3Proposer, Eagle3Settings, GruSettings, MarkovKind,
+    MarkovSettings, MtpProposer, MtpSettings, PEagleProposer, XPressProposer, XPressSettings,
 };
 use deepspec_engine::{DraftRequest, Proposal, Proposer, VerifyRule};
 use deepspec_models::ModelConfig;
@@ -131,12 +130,6 @@ fn with_mtp_1_the_first_tokens_have_the_targets_joint_law() {
     }));
 }
 
-/// Three of the tokens are never drafted.
-fn reduced_vocab() -> DraftVocab {
-    let counts: Vec<u64> = (0..VOCAB as u64).map(|id| u64::from(id % 4 != 0)).collect();
-    DraftVocab::most_frequent(&counts, 7).unwrap()
-}
-
 #[test]
 fn with_eagle3_and_a_reduced_vocabulary_the_first_tokens_have_the_targets_joint_law() {
     let (vocab, settings) = (reduced_vocab(), Eagle3Settings { ttt_length: 3, ..Eagle3Settings::default() });
@@ -148,17 +141,13 @@ fn with_eagle3_and_a_reduced_vocabulary_the_first_tokens_have_the_targets_joint_
 
 #[test]
 fn with_p_eagle_and_a_reduced_vocabulary_the_first_tokens_have_the_targets_joint_law() {
-    let (vocab, norms) = (reduced_vocab(), Eagle3Norms::default());
-    let draft_vocab_size = Some(vocab.tokens().len() as i64);
-    let settings = PEagleSettings { num_depths: 4, mask_token_id: 9, draft_vocab_size, norms };
+    let vocab = reduced_vocab();
     assert_lossless(chi_square_ratios(|dir| {
-        PEagleProposer::new(drafter_of(dir, decoder(dir), Some(&vocab), settings), SLOTS)
+        PEagleProposer::new(drafter_of(dir, decoder(dir), Some(&vocab), peagle(Some(&vocab))), SLOTS)
     }));
 }
 
 #[test]
 fn with_p_eagle_the_first_tokens_have_the_targets_joint_law() {
-    let norms = Eagle3Norms::default();
-    let settings = PEagleSettings { num_depths: 4, mask_token_id: 9, draft_vocab_size: None, norms };
-    assert_lossless(chi_square_ratios(|dir| PEagleProposer::new(drafter(dir, settings), SLOTS)));
+    assert_lossless(chi_square_ratios(|dir| PEagleProposer::new(drafter(dir, peagle(None)), SLOTS)));
 }

@@ -1,16 +1,19 @@
-//! Trees of block drafters: nodes are the likeliest paths by the distributions that chains are drafted by, and verification keeps the
-//! target's law.
+//! Trees of block drafters and P-EAGLE: nodes are the likeliest paths by the distributions that chains are drafted by, and
+//! verification keeps the target's law.
 
 mod common;
 
 use std::path::Path;
 
-use common::laws::{SLOTS, VOCAB, blocks, chi_square, drafter, dspark_v4, law, taps, target};
+use common::laws::{
+    SLOTS, VOCAB, blocks, chi_square, decoder, drafter, drafter_of, dspark_v4, law, peagle, reduced_vocab,
+    taps, target,
+};
 use deepspec_core::SlotTarget;
 use deepspec_drafters::{
     BackboneDrafter, BlockProposerOf, Convolution, DFlash2Settings, DSpark, DSparkSettings, DominoSettings,
     DraftModel, Drafter, DrafterKind, DrafterOptions, GruSettings, MarkovKind, MarkovSettings,
-    XPressSettings,
+    PEagleProposer, XPressSettings,
 };
 use deepspec_engine::{
     Completion, Context, Cycle, DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput,
@@ -162,7 +165,7 @@ fn nodes_are_the_likeliest_paths(name: &str, drafter: &dyn Drafter) {
 
 #[test]
 fn nodes_are_the_likeliest_paths_of_the_chains_distributions() {
-    use deepspec_drafters::{DFlash2, DSparkV4, Domino, XPress};
+    use deepspec_drafters::{DFlash2, DSparkV4, Domino, PEagle, XPress};
     fn check<K: DrafterKind>(name: &str, settings: K::Settings, _: fn(DraftModel<K>)) {
         let dir = tempfile::tempdir().unwrap();
         tiny::qwen3(dir.path(), VOCAB);
@@ -179,6 +182,26 @@ fn nodes_are_the_likeliest_paths_of_the_chains_distributions() {
     check("Domino", domino(), |_: Domino| {});
     check("xPress", xpress(), |_: XPress| {});
     check("DSpark of DeepSeek-V4", dspark_v4(), |_: DSparkV4| {});
+    check("P-EAGLE", peagle(None), |_: PEagle| {});
+}
+
+#[test]
+fn nodes_of_a_reduced_vocabulary_are_tokens_of_the_target() {
+    let _no_grad = tch::no_grad_guard();
+    let dir = tempfile::tempdir().unwrap();
+    tiny::qwen3(dir.path(), VOCAB);
+    let vocab = reduced_vocab();
+    let drafter = PEagleProposer::new(
+        drafter_of(dir.path(), decoder(dir.path()), Some(&vocab), peagle(Some(&vocab))),
+        2,
+    );
+    nodes_are_the_likeliest_paths("P-EAGLE, reduced vocabulary", &drafter);
+    // More nodes than there are tokens.
+    for tree in trees(&drafter, TreeBudget { nodes: 2 * VOCAB, width: VOCAB }, 1, 0.0) {
+        let mut tokens = tree.tokens().to_vec();
+        tokens.sort_unstable();
+        assert_eq!(tokens, [1, 2, 3, 5, 6, 7, 9]);
+    }
 }
 
 /// A target that takes the rows of a tree for a chain.

@@ -98,10 +98,17 @@ pub fn grow_trees<K: BlockDrafter>(
             if model.modules.reads_prefix() {
                 sequence.grow_by_prefix(budget, max_depth)
             } else {
-                sequence.grow_by_slot(budget, max_depth)
+                grow_by_slot(&sequence.base.squeeze_dim(0), sequence.temperature, budget, max_depth)
             }
         })
         .collect()
+}
+
+/// Grows a tree over the slots' own distributions, of float32 logits `[γ, V]`. All nodes of a depth have the same children.
+/// `max_depth` is γ at most.
+pub fn grow_by_slot(logits: &Tensor, temperature: f64, budget: TreeBudget, max_depth: usize) -> DraftTree {
+    let children = likeliest_tokens(logits, temperature, budget.width);
+    grow_tree(budget, max_depth, |row| children[row.depth].clone())
 }
 
 /// The block of one sequence, from which a tree grows.
@@ -119,12 +126,6 @@ struct SequenceBlock<'a, K: BlockDrafter> {
 }
 
 impl<K: BlockDrafter> SequenceBlock<'_, K> {
-    /// Grows a tree over the slots' own distributions. All nodes of a depth have the same children.
-    fn grow_by_slot(&self, budget: TreeBudget, max_depth: usize) -> DraftTree {
-        let children = likeliest_tokens(&self.base.squeeze_dim(0), self.temperature, self.width);
-        grow_tree(budget, max_depth, |row| children[row.depth].clone())
-    }
-
     /// Grows a tree over distributions that depend on the tokens of a node's path.
     fn grow_by_prefix(&self, budget: TreeBudget, max_depth: usize) -> DraftTree {
         // State behind every row's prefix. Rows that are never scored have none.

@@ -24,7 +24,7 @@ pub(crate) use blocks::IS_CAUSAL;
 pub use blocks::{BlockSpec, MAX_RANK, default_num_anchors};
 pub use convolution::{CONVOLUTION_KEYS, CONVOLUTION_RECIPE_KEYS, Convolution, LayerConvolutions};
 pub use cost::{FROZEN_FACTOR, TRAINED_FACTOR, block_flops, block_pass_rows};
-pub use drafting::{BlockStates, PrefixState, SlotInputs, grow_trees, propose};
+pub use drafting::{BlockStates, PrefixState, SlotInputs, grow_by_slot, grow_trees, propose};
 pub use layers::{DraftLayers, LayerType};
 pub use losses::{DraftBias, add_bias};
 pub use predictions::{predict, predict_from};

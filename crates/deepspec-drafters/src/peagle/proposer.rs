@@ -1,18 +1,19 @@
-//! Drafting of P-EAGLE: all tokens of a block in one pass.
+//! Drafting of P-EAGLE: all tokens of a block, or the distributions of a tree, in one pass.
 //!
 //! Behind the rows of newly committed tokens, a pass has γ − 1 masked rows per sequence. The last committed token's row drafts the first
 //! token, and each masked row one more. Shapes: C committed rows, N rows of
 //! the pass, S slots, γ drafts, d hidden size.
 
 use deepspec_core::Tap;
-use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
+use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer, TreeBudget};
 use deepspec_models::{ModelConfig, ModelError};
-use deepspec_ops::cat_row_runs;
 use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
+use deepspec_ops::{DraftTree, cat_row_runs};
 use tch::{Kind, Tensor};
 
-use super::model::{PEagle, PEagleModules};
-use crate::draft_model::{DrafterKind as _, DrafterSettings as _};
+use super::model::PEagle;
+use crate::block_common::grow_by_slot;
+use crate::draft_model::DrafterSettings as _;
 use crate::token_common::LastStates;
 use crate::{Drafter, DrafterProbe};
 
@@ -116,6 +117,28 @@ impl PEagleProposer {
             model.forward_layer(i, &states, &embeddings, rotations.layer(i), &mut attention)
         })
     }
+
+    /// Appends the context to the cache, and computes the float32 logits of all drafts in one pass, `[S, γ, V]`.
+    fn draft_logits(&mut self, request: &DraftRequest) -> Tensor {
+        let rows = self.pass_rows(request);
+        self.cache.reserve(&rows.chunks);
+        let context_chunks = self.cache.chunks_to_append(&request.context.chunks);
+        let mut masked = None;
+        if rows.count > 0 {
+            let states = self.run(request, &rows);
+            // Masked rows leave the cache, whose lengths count committed tokens only.
+            self.cache.commit_chunks(&context_chunks);
+            let select = |runs: &[(i64, i64)]| cat_row_runs(&states, runs.iter().copied());
+            if !rows.committed.is_empty() {
+                self.last.update(request.context, &select(&rows.committed));
+            }
+            let shape = [request.slots.len() as i64, self.draft_len as i64 - 1, states.size()[1]];
+            masked = Some(select(&rows.masked).view(shape));
+        }
+        let mut states = vec![self.last.of_slots(request.slots).unsqueeze(1)];
+        states.extend(masked);
+        self.model.draft_logits(&Tensor::cat(&states, 1))
+    }
 }
 
 impl Drafter for PEagleProposer {
@@ -154,31 +177,29 @@ impl Proposer for PEagleProposer {
         false
     }
 
-    fn tree_refusal(&self) -> Option<&'static str> {
-        PEagleModules::TREE_REFUSAL
-    }
-
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
-        let rows = self.pass_rows(request);
-        self.cache.reserve(&rows.chunks);
-        let context_chunks = self.cache.chunks_to_append(&request.context.chunks);
-        let mut masked = None;
-        if rows.count > 0 {
-            let states = self.run(request, &rows);
-            // Masked rows leave the cache, whose lengths count committed tokens only.
-            self.cache.commit_chunks(&context_chunks);
-            let select = |runs: &[(i64, i64)]| cat_row_runs(&states, runs.iter().copied());
-            if !rows.committed.is_empty() {
-                self.last.update(request.context, &select(&rows.committed));
-            }
-            let shape = [request.slots.len() as i64, self.draft_len as i64 - 1, states.size()[1]];
-            masked = Some(select(&rows.masked).view(shape));
-        }
-        let mut states = vec![self.last.of_slots(request.slots).unsqueeze(1)];
-        states.extend(masked);
-        let logits = self.model.draft_logits(&Tensor::cat(&states, 1)); // [S, γ, V]
+        let logits = self.draft_logits(request);
         let draw = |k: i64| request.sampling.sample(&logits.select(1, k), &request.uniforms.select(1, k));
         Proposal::stack((0..self.draft_len as i64).map(draw).collect(), None)
+    }
+
+    fn tree_refusal(&self) -> Option<&'static str> {
+        None
+    }
+
+    fn propose_trees(
+        &mut self,
+        request: &DraftRequest,
+        budget: TreeBudget,
+        max_depth: usize,
+    ) -> Vec<DraftTree> {
+        let logits = self.draft_logits(request);
+        let max_depth = max_depth.min(self.draft_len);
+        let grow = |s: usize| {
+            let temperature = request.sampling.ranking_temperature(s);
+            grow_by_slot(&logits.get(s as i64), temperature, budget, max_depth)
+        };
+        (0..request.slots.len()).map(grow).collect()
     }
 
     fn truncate(&mut self, slot: usize, len: usize) {

@@ -82,7 +82,6 @@ impl DrafterKind for PEagleModules {
     type Settings = PEagleSettings;
     type Objective = PEagleObjective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
-    const TREE_REFUSAL: Option<&'static str> = Some("trees over its masked positions are not supported");
 
     fn new(b: &Builder, config: &PEagleConfig) -> Self {
         Self::build(b, config)

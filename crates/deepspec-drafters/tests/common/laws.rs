@@ -6,7 +6,8 @@ use std::path::Path;
 use deepspec_checkpoint::DraftVocab;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, DSparkV4Settings, DraftConfig, DraftDecoder, DraftModel, DrafterKind, StageSettings,
+    BlockSpec, DSparkV4Settings, DraftConfig, DraftDecoder, DraftModel, DrafterKind, Eagle3Norms,
+    PEagleSettings, StageSettings,
 };
 use deepspec_engine::{
     DraftSampling, Engine, EngineOptions, ModelInput, Proposer, Request, Sampling, SamplingBatch, Target,
@@ -135,6 +136,22 @@ pub fn dspark_v4() -> DSparkV4Settings {
         ..StageSettings::default()
     };
     DSparkV4Settings { blocks: blocks(SlotTarget::AnchorPredicts), markov_rank: 8, stages }
+}
+
+/// Settings of a P-EAGLE that drafts 4 tokens, only those of `vocab` if it is given.
+pub fn peagle(vocab: Option<&DraftVocab>) -> PEagleSettings {
+    PEagleSettings {
+        num_depths: 4,
+        mask_token_id: 9,
+        draft_vocab_size: vocab.map(|vocab| vocab.tokens().len() as i64),
+        norms: Eagle3Norms::default(),
+    }
+}
+
+/// A reduced vocabulary: three of the tokens are never drafted.
+pub fn reduced_vocab() -> DraftVocab {
+    let counts: Vec<u64> = (0..VOCAB as u64).map(|id| u64::from(id % 4 != 0)).collect();
+    DraftVocab::most_frequent(&counts, 7).unwrap()
 }
 
 pub fn noise_like(parameter: &Tensor, seed: u64) -> Tensor {
