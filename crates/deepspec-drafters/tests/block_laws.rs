@@ -12,9 +12,10 @@ use common::laws::{
 };
 use deepspec_core::SlotTarget;
 use deepspec_drafters::{
-    Convolution, DFlash2Proposer, DFlash2Settings, DSparkProposer, DSparkSettings, DSparkV4Proposer,
-    DominoProposer, DominoSettings, DraftDecoder, Eagle3Proposer, Eagle3Settings, GruSettings, MarkovKind,
-    MarkovSettings, MtpProposer, MtpSettings, PEagleProposer, XPressProposer, XPressSettings,
+    BlockSpec, Convolution, DFlash2Proposer, DFlash2Settings, DSparkProposer, DSparkSettings,
+    DSparkV4Proposer, DominoProposer, DominoSettings, DraftDecoder, Eagle3Proposer, Eagle3Settings,
+    GruSettings, MarkovKind, MarkovSettings, MtpProposer, MtpSettings, PEagleProposer, XPressProposer,
+    XPressSettings,
 };
 use deepspec_engine::{DraftRequest, Proposal, Proposer, VerifyRule};
 use deepspec_models::ModelConfig;
@@ -56,16 +57,21 @@ impl<P: Proposer> Proposer for Told<P> {
     }
 }
 
+/// [`chi_square_ratios_under`] token verification.
+fn chi_square_ratios<P: Proposer>(proposer: impl Fn(&Path) -> P) -> [f64; 2] {
+    chi_square_ratios_under(VerifyRule::Token, proposer)
+}
+
 /// χ² of outputs with drafts of this proposer for a target's folder, divided by its 99.9 % quantile: as it is, and with a proposer that
 /// lies about its distributions.
-fn chi_square_ratios<P: Proposer>(proposer: impl Fn(&Path) -> P) -> [f64; 2] {
+fn chi_square_ratios_under<P: Proposer>(rule: VerifyRule, proposer: impl Fn(&Path) -> P) -> [f64; 2] {
     let _guard = tch::no_grad_guard();
     let dir = tempfile::tempdir().unwrap();
     tiny::qwen3(dir.path(), VOCAB);
     let law = law(&mut target(dir.path(), &[]));
     [false, true].map(|lies| {
         let proposer = Told { inner: proposer(dir.path()), lies };
-        chi_square(target(dir.path(), &taps()), proposer, (VerifyRule::Token, 10_000), &law)
+        chi_square(target(dir.path(), &taps()), proposer, (rule, 10_000), &law)
     })
 }
 
@@ -89,7 +95,18 @@ fn with_dflash_2_the_first_tokens_have_the_targets_joint_law() {
 fn with_domino_the_first_tokens_have_the_targets_joint_law() {
     let gru = GruSettings { hidden_size: 8, rank: 8 };
     let settings = DominoSettings { blocks: blocks(SlotTarget::AnchorPredicts), gru };
-    assert_lossless(chi_square_ratios(|dir| DominoProposer::new(drafter(dir, settings), SLOTS)));
+    for rule in [VerifyRule::Token, VerifyRule::Block] {
+        let proposer = |dir: &Path| DominoProposer::new(drafter(dir, settings), SLOTS);
+        assert_lossless(chi_square_ratios_under(rule, proposer));
+    }
+}
+
+/// Blocks as JetSpec's.
+#[test]
+fn with_causal_blocks_the_first_tokens_have_the_targets_joint_law() {
+    let blocks = BlockSpec { causal: true, ..blocks(SlotTarget::FillIn) };
+    let settings = DSparkSettings { blocks, markov: None, confidence: None };
+    assert_lossless(chi_square_ratios(|dir| DSparkProposer::new(drafter(dir, settings), SLOTS)));
 }
 
 #[test]
