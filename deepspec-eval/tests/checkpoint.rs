@@ -7,9 +7,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::{
-    answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, run_on,
-    target_dir, write_domino, write_drafter, write_dspark_v4, write_eagle3, write_eagle3_for, write_mtp,
-    write_peagle, write_xpress,
+    answers, assert_refused, convert, deepspec_eval, drafter_config, repository, results, run, run_ok,
+    run_on, target_dir, write_domino, write_drafter, write_dspark_v4, write_eagle3, write_eagle3_for,
+    write_mtp, write_peagle, write_xpress,
 };
 use deepspec_checkpoint::DraftVocab;
 use deepspec_core::Tap;
@@ -32,14 +32,6 @@ fn drafter(root: &Path) -> PathBuf {
         _ => tensor,
     });
     dir
-}
-
-fn convert(from: &Path, to: &str, output: &Path, more: &[&str]) -> std::process::Output {
-    let target = target_dir();
-    let mut args = vec!["checkpoint", "convert", "--to", to, "--target", target.to_str().unwrap()];
-    args.extend(["--from", from.to_str().unwrap(), "--output-dir", output.to_str().unwrap()]);
-    args.extend(more);
-    deepspec_eval(&args)
 }
 
 fn ok(output: std::process::Output) -> String {

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use common::training::{GAMMA, Lessons, smoke, train};
-use common::{deepspec_eval, dspark_v4_settings, repository, target_dir};
+use common::{convert, deepspec_eval, dspark_v4_settings, repository, target_dir};
 use deepspec_checkpoint::DraftVocab;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
@@ -451,10 +451,16 @@ fn slots_of_the_other_convention_are_named_in_either_direction() {
 
 #[test]
 fn causal_blocks_without_a_mark_are_named_and_so_are_whole_blocks_with_one() {
-    let (_root, causal) = written(&Training { causal: true, ..AS_USED });
-    let flag = "is_causal";
-    let (_root, dir) = changed(&causal, |trained| {
+    let (root, causal) = written(&Training { slots: SlotTarget::FillIn, causal: true, ..AS_USED });
+    // JetSpec's files have z-lab's layout, and the old ones no mark.
+    let (marked, flag) = (root.path().join("z-lab"), "is_causal");
+    let converted = convert(&causal, "z-lab", &marked, &[]);
+    assert!(converted.status.success(), "{}", String::from_utf8_lossy(&converted.stderr));
+    assert_eq!(doctor(&marked, &[])["cause"], Value::Null);
+    let (_root, dir) = changed(&marked, |trained| {
         assert_eq!(trained.config.as_object_mut().unwrap().remove(flag), Some(json!(true)));
+        let inner = trained.config["dflash_config"].as_object_mut().unwrap();
+        inner.retain(|key, _| !key.starts_with("causal"));
     });
     assert_cause(&doctor(&dir, &[]), "block_mask", &["see only those before them"]);
     let (_root, dir) = misused(|trained| trained.config[flag] = json!(true));

@@ -85,6 +85,15 @@ pub fn run_ok(draft: &str, output_dir: &Path, args: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
+/// `checkpoint convert` of a drafter of the tiny target, with these additional arguments.
+pub fn convert(from: &Path, to: &str, output: &Path, more: &[&str]) -> Output {
+    let target = target_dir();
+    let mut args = vec!["checkpoint", "convert", "--to", to, "--target", target.to_str().unwrap()];
+    args.extend(["--from", from.to_str().unwrap(), "--output-dir", output.to_str().unwrap()]);
+    args.extend(more);
+    deepspec_eval(&args)
+}
+
 /// Asserts this exit code and that the error message contains these words.
 pub fn assert_refused(output: &Output, code: i32, words: &[&str]) {
     let told = String::from_utf8_lossy(&output.stderr);
