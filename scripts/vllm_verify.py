@@ -11,8 +11,10 @@ Tensors of the file, for N blocks of up to K drafted tokens over a vocabulary of
     lens          [N] verified tokens of each block
     codes         [N, K] 2^24 times the uniform random numbers that accept the tokens
 
-The output is one JSON object: lists of N accepted lengths by rejection_sample_method, `standard` and `block`. Triton's
-interpreter runs the kernels, at temperature 1.
+The output is one JSON object: lists of accepted lengths by draft_sample_method, `greedy` and `probabilistic`, and then
+by rejection_sample_method, `standard` and `block`. By default vLLM drafts with `greedy`, and its sampler gets no logits
+of the drafter. To save time, these lists have the first N // 4 blocks only. Triton's interpreter runs the kernels, at
+temperature 1.
 """
 
 import sys
@@ -53,19 +55,20 @@ sampler.tl_rand32 = uniform_of_code
 def main():
     named = safetensors.torch.load_file(sys.argv[1])
     tokens, lens, codes = named["tokens"], named["lens"], named["codes"]
-    blocks, longest = tokens.shape
-    rows = [(block, k) for block in range(blocks) for k in range(int(lens[block]) + 1)]
-    block, place = torch.tensor(rows).T
-    # The row before a drafted token carries its random number, the row itself the token.
-    drafted = torch.where(place > 0, tokens[block, (place - 1).clamp(min=0)], 0)
-    position = torch.where(place < lens[block], codes[block, place.clamp(max=longest - 1)], 1)
-    accepted = {}
-    for method in ("standard", "block"):
+    longest = tokens.shape[1]
+
+    def accepted(blocks, draft_logits, method):
+        """Accepted lengths of the first blocks."""
+        rows = [(block, k) for block in range(blocks) for k in range(int(lens[block]) + 1)]
+        block, place = torch.tensor(rows).T
+        # The row before a drafted token carries its random number, the row itself the token.
+        drafted = torch.where(place > 0, tokens[block, (place - 1).clamp(min=0)], 0)
+        position = torch.where(place < lens[block], codes[block, place.clamp(max=longest - 1)], 1)
         _, sampled = sampler.rejection_sample(
             named["logits"][block, place].contiguous(),
-            named["draft_logits"].contiguous(),
+            draft_logits,
             drafted,
-            torch.cat([torch.zeros(1, dtype=torch.int64), (lens + 1).cumsum(0)]).to(torch.int32),
+            torch.cat([torch.zeros(1, dtype=torch.int64), (lens[:blocks] + 1).cumsum(0)]).to(torch.int32),
             position,
             torch.arange(blocks, dtype=torch.int32),
             block.to(torch.int32),
@@ -75,8 +78,14 @@ def main():
             longest,
             use_block_verification=method == "block",
         )
-        accepted[method] = (sampled - 1).tolist()
-    print(json.dumps(accepted))
+        return (sampled - 1).tolist()
+
+    drafts = {
+        "greedy": (len(tokens) // 4, None),
+        "probabilistic": (len(tokens), named["draft_logits"].contiguous()),
+    }
+    methods = ("standard", "block")
+    print(json.dumps({name: {method: accepted(*of, method) for method in methods} for name, of in drafts.items()}))
 
 
 main()

@@ -1,4 +1,5 @@
-//! Verification of the toy's blocks by vLLM's kernels: they accept as many tokens as ours under both rules.
+//! Verification of the toy's blocks by vLLM's kernels: they accept as many tokens as ours, of drafts with and without distributions, under
+//! both rules.
 
 use std::cell::RefCell;
 use std::fs;
@@ -162,11 +163,20 @@ fn vllm_accepts_as_many_tokens_of_the_same_blocks_under_both_rules() {
     let found: Value = serde_json::from_slice(&ran.stdout).unwrap();
 
     let p = logits.softmax(-1, Kind::Float);
+    // The first blocks as if their tokens had been drafted greedily.
+    let greedy = Proposal { tokens: tokens.narrow(0, 0, blocks / 4), probs: None, confidence: None };
+    let greedy = greedy.draft_probs(longest, q.size()[2] as usize);
+    let drafts = [("probabilistic", q), ("greedy", greedy)];
+    let rules = [("standard", verify as fn(&_, &_, &_, &_, &_, &_) -> _), ("block", verify_block)];
     let mut lengths = vec![];
-    for (name, rule) in [("standard", verify as fn(&_, &_, &_, &_, &_, &_) -> _), ("block", verify_block)] {
-        let accepted = list(&rule(&p, &q, &tokens, &lens, &uniforms, &uniforms.select(1, 0)).accepted);
-        assert_eq!(found[name], json!(accepted), "{name}");
-        lengths.push(accepted);
+    for (drafted, q) in &drafts {
+        for (name, rule) in rules {
+            let [p, tokens, lens, uniforms] =
+                [&p, &tokens, &lens, &uniforms].map(|of| of.narrow(0, 0, q.size()[0]));
+            let accepted = list(&rule(&p, q, &tokens, &lens, &uniforms, &uniforms.select(1, 0)).accepted);
+            assert_eq!(found[drafted][name], json!(accepted), "{drafted}, {name}");
+            lengths.push(accepted);
+        }
     }
     assert_ne!(lengths[0], lengths[1], "the blocks do not tell the rules apart");
     let _ = fs::remove_file(file);
