@@ -3,6 +3,7 @@
 
 use serde::Serialize;
 
+use crate::drafter::SGLANG_HAS_NO_USE_SWA;
 use crate::export::{Engine, EngineSupport};
 use crate::{Checkpoint, CheckpointFormat};
 
@@ -50,11 +51,20 @@ pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility>
     };
     let sglang = drafter.kind.engine_support(Engine::Sglang, format);
     let sglang = match checkpoint.unread_by_sglang() {
+        _ if drafter.has_windows() => EngineSupport::not_loaded(SGLANG_HAS_NO_USE_SWA),
         Some(reason) if sglang.loads => EngineSupport::not_loaded(reason),
         _ => sglang,
     };
+    let marks_layers =
+        drafter.has_windows() && format == CheckpointFormat::Reference && !checkpoint.lacks_embed_and_head();
+    let vllm = match marks_layers {
+        true => EngineSupport::not_loaded(
+            "it takes layers that layer_types marks for causal ones; convert to vllm, which marks windows by use_swa",
+        ),
+        false => drafter.kind.engine_support(Engine::Vllm, format),
+    };
     vec![
-        known("vLLM", Some(VLLM_VERSION), drafter.kind.engine_support(Engine::Vllm, format)),
+        known("vLLM", Some(VLLM_VERSION), vllm),
         known("SGLang", None, sglang),
         EngineCompatibility {
             engine: "llama.cpp",

@@ -7,11 +7,11 @@ use deepspec_core::Tap;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::CheckpointFormat;
 use crate::export::{Engine, EngineSupport};
 use crate::families::Family;
 use crate::kind::{DflashConfigKeys, GgufParts, Speculators};
 use crate::shapes::ATTENTION_SINK_BIAS;
+use crate::{CheckpointFormat, layouts};
 
 /// Names and shapes of tensors.
 pub type TensorShapes = Vec<(String, Vec<usize>)>;
@@ -61,7 +61,21 @@ impl Drafter {
     pub fn has_attention_sinks(&self) -> bool {
         self.decoder.get(ATTENTION_SINK_BIAS) == Some(&Value::Bool(true))
     }
+
+    /// Whether some layers have a sliding window.
+    pub fn has_windows(&self) -> bool {
+        layouts::has_windows(&self.decoder)
+    }
+
+    /// Tokens that a query sees in every layer, itself included; None if a layer has full attention.
+    pub fn shared_window(&self) -> Option<u64> {
+        layouts::shared_window(&self.decoder)
+    }
 }
+
+/// Why a drafter whose layers have sliding windows is not written for SGLang.
+pub const SGLANG_HAS_NO_USE_SWA: &str =
+    "SGLang does not read use_swa, and its layers with a window have causal blocks unless is_causal is false";
 
 /// The settings of a drafter kind.
 pub type Settings = Arc<dyn KindSettings>;

@@ -89,5 +89,8 @@ fn plan_anchor_predicts<'a>(
         config.insert("markov_head_type".into(), "vanilla".into());
     }
     layouts::add_engine_keys(&mut config, rope);
+    if let Some(window) = drafter.shared_window() {
+        layouts::mark_windows(&mut config, window);
+    }
     Ok(Converted { config, tensors, dropped, copied_from_target: vec![], max_shard_bytes: MAX_SHARD_BYTES })
 }

@@ -44,7 +44,9 @@ pub use checkpoint::Checkpoint;
 pub use compatibility::{EngineCompatibility, engine_compatibility};
 pub use convert::{Converted, convert};
 pub use draft_vocab::{D2T, DraftVocab};
-pub use drafter::{Drafter, Incompatibility, KindSettings, Settings, TensorShapes};
+pub use drafter::{
+    Drafter, Incompatibility, KindSettings, SGLANG_HAS_NO_USE_SWA, Settings, TensorShapes,
+};
 pub use embedded::{MergedTarget, StoredAs, extract, merge, merge_into_deepseek_v4};
 pub use engines::convert_for_engine;
 pub use error::CheckpointError;
@@ -58,8 +60,9 @@ pub use gguf_export::GgufExport;
 pub use kind::{DflashConfigKeys, GgufParts, Speculators, json_map};
 pub use layouts::{
     CAUSAL_KEYS, Decoder, DflashConfig, EMBEDDING_LAYER_ID, ExternalClass, KnownDrafters, Reader,
-    find_unsupported_setting, names_bundled_drafter, read_attention_sinks, read_causal,
-    read_draft_vocab_size, read_layer_ids, read_speculative_tokens, unsupported_layout_message,
+    SWA_WINDOW_SIZE, USE_SWA, find_unsupported_setting, names_bundled_drafter, read_attention_sinks,
+    read_causal, read_draft_vocab_size, read_layer_ids, read_speculative_tokens, resolve_windows,
+    unsupported_layout_message,
 };
 pub use quantised::{QUANTISATION_KEYS, mxfp4_to_float32, quantised_folder_message};
 pub use serving::{Risk, risks};

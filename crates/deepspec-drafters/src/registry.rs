@@ -188,7 +188,7 @@ fn find_complete_checkpoint_kind(dir: &Path) -> Result<&'static CheckpointKind, 
     }
 }
 
-/// Fails if config.json asks for attention that is not supported, such as sliding windows by `use_swa`.
+/// Fails if config.json asks for attention that is not supported, such as another `attention_mode`.
 fn check_attention(
     path: &Path,
     map: &Map<String, Value>,

@@ -66,6 +66,26 @@ pub fn yarn() -> TempDir {
     })
 }
 
+/// The trained DSpark with a window in all layers, without which it was trained.
+pub fn windowed() -> TempDir {
+    edited("tiny-dspark", |config, _| mark_windows(config))
+}
+
+/// A causal DFlash with attention sinks, as Nemotron's drafters have them, and with a window, without which it was trained.
+pub fn causal_windowed_with_sinks() -> TempDir {
+    let drafter = filling_in(BlockOptions { causal: true, sinks: true });
+    let path = drafter.path().join("config.json");
+    let mut config = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    mark_windows(&mut config);
+    fs::write(&path, config.to_string()).unwrap();
+    drafter
+}
+
+/// Gives all layers a window of 24 tokens, in the keys of Nemotron's and MiMo's drafters.
+fn mark_windows(config: &mut Value) {
+    config["dflash_config"] = json!({"use_swa": true, "swa_window_size": 24});
+}
+
 /// An Eagle3 trained on this target's answers.
 pub fn eagle3(target: &Path, taps: [i64; 3], steps: usize) -> TempDir {
     eagle3_variant(target, taps, steps, None, Eagle3Norms::default())

@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 
 use crate::common::{deepspec_eval, repository, target_dir};
 use crate::drafters::{
-    BlockOptions, RealModel, dflash, dspark, eagle3, eagle3_variant, filling_in, peagle, some_tokens,
-    stretched, yarn,
+    BlockOptions, RealModel, causal_windowed_with_sinks, dflash, dspark, eagle3, eagle3_variant, filling_in,
+    peagle, some_tokens, stretched, windowed, yarn,
 };
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, accepted, drafting, near_tie, ours, prompts};
@@ -143,6 +143,13 @@ fn vllm_runs_attention_sinks_cycle_by_cycle() {
     let options = BlockOptions { causal: false, sinks: true };
     agrees_with_vllm(&python, filling_in(options).path(), 0);
     agrees_with_vllm(&python, dspark(options).path(), 0);
+}
+
+#[test]
+fn vllm_runs_windows_of_use_swa_cycle_by_cycle() {
+    let Some(python) = vllm_python() else { return };
+    agrees_with_vllm(&python, windowed().path(), 0);
+    agrees_with_vllm(&python, causal_windowed_with_sinks().path(), 0);
 }
 
 #[test]

@@ -4,6 +4,7 @@ use deepspec_core::Tap;
 use serde_json::{Map, Value};
 
 use super::block_options::{SINK_KEYS, read_attention_sinks};
+use super::windows;
 use crate::drafter::{Drafter, INFORMATIVE_KEYS, Incompatibility, Settings};
 use crate::fields::Fields;
 use crate::shapes::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS};
@@ -46,12 +47,7 @@ impl Decoder {
             let problem = format!("{found}; known are {names}");
             return Err(fields.error("model_type", problem));
         };
-        let layers = fields.required_size("num_hidden_layers")?;
-        if layers > MAX_LAYERS {
-            return Err(
-                fields.error("num_hidden_layers", format!("{layers} is not between 1 and {MAX_LAYERS}"))
-            );
-        }
+        let layers = read_layer_count(fields)?;
         let shared = ["architectures", "tie_word_embeddings", "dtype", "torch_dtype", "auto_map"];
         let mut map = fields.map.clone();
         map.retain(|key, _| {
@@ -86,6 +82,13 @@ impl Decoder {
             incompatibilities,
             map,
         })
+    }
+
+    /// Accepts the windows that `use_sliding_window`, `sliding_window` and `layer_types` give to layers, for kinds that write them.
+    pub fn accept_windows(&mut self) {
+        if windows::has_windows(&self.map) {
+            self.incompatibilities.retain(|found| found.key != "layer_types");
+        }
     }
 
     /// Sets the number of draft layers, where the config counts those of the target.
@@ -133,6 +136,19 @@ impl Decoder {
     }
 }
 
+/// Reads the number of draft layers.
+///
+/// # Errors
+/// Fails if `num_hidden_layers` is missing, wrong or too large.
+pub fn read_layer_count(fields: &Fields) -> Result<u64, CheckpointError> {
+    let layers = fields.required_size("num_hidden_layers")?;
+    if layers > MAX_LAYERS {
+        let problem = format!("{layers} is not between 1 and {MAX_LAYERS}");
+        return Err(fields.error("num_hidden_layers", problem));
+    }
+    Ok(layers)
+}
+
 /// Key of the number of tokens that a drafter can draft.
 const DRAFT_VOCAB_SIZE: &str = "draft_vocab_size";
 
@@ -156,8 +172,10 @@ pub fn read_draft_vocab_size(fields: &Fields, vocab_size: u64) -> Result<Option<
 /// The decoder's keys in a flat config as other tools expect it.
 pub fn flat_config(drafter: &Drafter) -> Map<String, Value> {
     let mut map = drafter.decoder.clone();
-    let types = vec!["full_attention"; drafter.layers as usize];
-    map.insert("layer_types".into(), types.into());
+    if !drafter.has_windows() {
+        let types = vec!["full_attention"; drafter.layers as usize];
+        map.insert("layer_types".into(), types.into());
+    }
     map.insert("tie_word_embeddings".into(), false.into());
     if drafter.has_attention_sinks() {
         map.insert(ADD_SWA_ATTENTION_SINK_BIAS.into(), true.into());

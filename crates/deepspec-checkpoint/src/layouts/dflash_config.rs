@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::block_options::{CAUSAL_KEYS, INNER_KEY, SINK_KEYS, read_causal};
 use super::common::{Decoder, EMBEDDING_LAYER_ID, read_layer_ids};
+use super::windows::{SWA_WINDOW_SIZE, USE_SWA, mark_windows, resolve_windows};
 use crate::drafter::{Drafter, Incompatibility, Settings};
 use crate::fields::Fields;
 use crate::kind::DflashConfigKeys;
@@ -36,7 +37,7 @@ const DFLASH_CONFIG_KEYS: [&str; 20] = [
     "selector_rank",
     "selector_top_k",
     "num_anchors",
-    "swa_window_size",
+    SWA_WINDOW_SIZE,
     "emb_dim",
     "gru_hidden_dim",
     "pure_draft_prefix_len",
@@ -58,13 +59,14 @@ fn is_known(key: &str) -> bool {
 /// is refused. A switch is on unless it is false, 0, null or absent. `attention_mode` is on if it
 /// is not full attention.
 const ATTENTION_SWITCHES: [(&str, &str); 5] = [
-    ("use_swa", "draft layers with a sliding window: tools differ in who sees what within a block"),
+    (USE_SWA, SWA_REASON),
     ("attention_mode", MODE_REASON),
     ("attention_sinks", SINKS_REASON),
     ("use_sinks", SINKS_REASON),
     ("sinks", SINKS_REASON),
 ];
 
+const SWA_REASON: &str = "draft layers with a sliding window by this key are read for DSpark and DFlash only, and within dflash_config";
 const MODE_REASON: &str = "only full attention within a block means the same elsewhere";
 const CAUSAL_REASON: &str =
     "a key about causal attention that is not known; known are is_causal, causal and causal_head";
@@ -91,14 +93,29 @@ pub struct DflashConfig<'a> {
 }
 
 impl<'a> DflashConfig<'a> {
-    /// Reads the config. `own` lists the top-level keys of the drafter kind.
+    /// Reads the config. `own` lists the top-level keys of the drafter kind. `has_windows` says whether its layers may have the windows
+    /// that `dflash_config` marks.
     ///
     /// # Errors
     /// Fails if a key is missing or wrong.
-    pub fn read(fields: &Fields<'a>, own: &[&str], families: &[Family]) -> Result<Self, CheckpointError> {
+    pub fn read(
+        fields: &Fields<'a>,
+        own: &[&str],
+        families: &[Family],
+        has_windows: bool,
+    ) -> Result<Self, CheckpointError> {
         let inner = fields.required_object(INNER_KEY)?;
-        let mut decoder =
-            Decoder::read(fields, &[TOP_LEVEL_KEYS.as_slice(), &CAUSAL_KEYS, own].concat(), families)?;
+        let resolved = if has_windows { resolve_windows(fields)? } else { None };
+        let plain = resolved.as_ref().map(|map| fields.with_map(map));
+        let foreign = [TOP_LEVEL_KEYS.as_slice(), &CAUSAL_KEYS, own].concat();
+        let mut decoder = Decoder::read(plain.as_ref().unwrap_or(fields), &foreign, families)?;
+        if resolved.is_some() {
+            decoder.accept_windows();
+        }
+        if !has_windows && inner.map.get(USE_SWA).is_some_and(is_switched_on) {
+            let key = format!("{INNER_KEY}.{USE_SWA}");
+            decoder.incompatibilities.push(Incompatibility { key, reason: SWA_REASON.into() });
+        }
         decoder.incompatibilities.extend(attention_incompatibilities(fields.map, true));
         decoder.incompatibilities.extend(unknown_key_incompatibilities(inner.map));
         decoder.incompatibilities.extend(scale_incompatibilities(fields, &inner));
@@ -147,7 +164,8 @@ fn read_slots(fields: &Fields, inner: &Fields) -> Result<Option<SlotTarget>, Che
 }
 
 /// Lists the switches that are on, at the top level or in `dflash_config`, because tools write them
-/// in either place. `has_block_options` says whether the kind's blocks may be causal and its layers may have attention sinks.
+/// in either place. `has_block_options` says whether the kind's blocks may be causal and its layers may have attention sinks, and windows
+/// by `dflash_config.use_swa`.
 pub(super) fn attention_incompatibilities(
     map: &Map<String, Value>,
     has_block_options: bool,
@@ -158,6 +176,7 @@ pub(super) fn attention_incompatibilities(
     for (map, within) in &places {
         for (key, value) in map.iter().flat_map(|map| map.iter()) {
             let reason = match key.as_str() {
+                USE_SWA if has_block_options && !within.is_empty() => None,
                 key if CAUSAL_KEYS.contains(&key) => {
                     (!has_block_options).then_some("drafters of this kind have no causal blocks")
                 }
@@ -222,7 +241,8 @@ fn find_contradiction(map: &Map<String, Value>) -> Option<Incompatibility> {
 
 /// Finds the first setting of a config that DeepSpec cannot run: attention other than the block
 /// drafters', an unknown key of `dflash_config`, or a key with contradicting values. None if
-/// DeepSpec supports all of them. `has_block_options` says whether the drafter's kind may have causal blocks and attention sinks.
+/// DeepSpec supports all of them. `has_block_options` says whether the drafter's kind may have causal blocks, attention sinks and
+/// `dflash_config.use_swa`.
 pub fn find_unsupported_setting(
     map: &Map<String, Value>,
     has_block_options: bool,
@@ -264,5 +284,8 @@ pub fn config(
     map.insert("architectures".into(), json!([class]));
     map.extend(top);
     map.insert(INNER_KEY.into(), inner.into());
+    if let Some(window) = drafter.shared_window() {
+        mark_windows(&mut map, window);
+    }
     map
 }

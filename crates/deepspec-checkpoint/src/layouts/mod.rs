@@ -6,12 +6,14 @@ mod dflash_config;
 mod reader;
 mod reference;
 mod speculators;
+mod windows;
 
 pub use block_options::{CAUSAL_KEYS, read_attention_sinks, read_causal, unread_by_sglang};
 pub use common::{Decoder, EMBEDDING_LAYER_ID, read_draft_vocab_size, read_layer_ids};
 pub use dflash_config::{DflashConfig, find_unsupported_setting};
 pub use reader::{ExternalClass, KnownDrafters, Reader};
 pub use speculators::read_speculative_tokens;
+pub use windows::{SWA_WINDOW_SIZE, USE_SWA, has_windows, mark_windows, resolve_windows, shared_window};
 
 use std::path::Path;
 

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 use super::common::{Decoder, EMBEDDING_LAYER_ID, flat_config, read_layer_ids};
 use super::dflash_config;
 use super::reader::{KnownDrafters, Reader};
+use super::windows::resolve_windows;
 use crate::CheckpointError;
 use crate::drafter::Drafter;
 use crate::fields::Fields;
@@ -30,7 +31,12 @@ pub fn read(
 ) -> Result<Drafter, CheckpointError> {
     let of_kinds = known.kinds.iter().flat_map(|kind| kind.keys);
     let own: Vec<&str> = DRAFTER_KEYS.iter().chain(of_kinds).copied().collect();
-    let mut decoder = Decoder::read(fields, &own, known.families)?;
+    let resolved = if kind.has_block_options() { resolve_windows(fields)? } else { None };
+    let plain = resolved.as_ref().map(|map| fields.with_map(map));
+    let mut decoder = Decoder::read(plain.as_ref().unwrap_or(fields), &own, known.families)?;
+    if kind.has_block_options() {
+        decoder.accept_windows();
+    }
     decoder
         .incompatibilities
         .extend(dflash_config::attention_incompatibilities(fields.map, kind.has_block_options()));

@@ -43,7 +43,7 @@ const ZLAB_CLASS: &str = "DFlash2DraftModel";
 
 /// Reads z-lab's layout, whose keys are inside `dflash_config`.
 fn read_zlab(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
-    let config = DflashConfig::read(fields, &HEAD_KEYS, families)?;
+    let config = DflashConfig::read(fields, &HEAD_KEYS, families, false)?;
     if config.slots == Some(SlotTarget::AnchorPredicts) {
         return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
     }

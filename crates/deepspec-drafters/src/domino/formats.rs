@@ -79,7 +79,7 @@ pub fn read_container(
     families: &[Family],
     class: &str,
 ) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
-    let config = DflashConfig::read(fields, &[], families)?;
+    let config = DflashConfig::read(fields, &[], families, false)?;
     let inner = &config.inner;
     if let Some(other) = inner.text("projector_type")?.filter(|found| !PROJECTORS.contains(found)) {
         return Err(

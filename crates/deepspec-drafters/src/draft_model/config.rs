@@ -3,7 +3,9 @@
 use std::fmt::Debug;
 use std::path::Path;
 
-use deepspec_checkpoint::{ATTENTION_SINK_BIAS, CheckpointError, Fields, OUTPUT_GATE_KEY, QUANTISATION_KEYS};
+use deepspec_checkpoint::{
+    ATTENTION_SINK_BIAS, CheckpointError, Fields, OUTPUT_GATE_KEY, QUANTISATION_KEYS, resolve_windows,
+};
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::Recipe;
@@ -194,7 +196,8 @@ impl DraftDecoder {
         let taps = Tap::from_layer_ids(ids.iter().copied())
             .ok_or_else(|| fields.error(key, format!("{ids:?} are no layer ids; expected them from -1")))?;
         let num_target_layers = fields.required_size::<u64>(layers)? as usize;
-        Ok(Self { model: ModelConfig::parse(path, map.clone())?, taps, num_target_layers })
+        let config = resolve_windows(&fields)?.unwrap_or_else(|| map.clone());
+        Ok(Self { model: ModelConfig::parse(path, config)?, taps, num_target_layers })
     }
 
     /// Checks the number of layers and the captured target layers, of which there are some if `reads_layers`, and else none.

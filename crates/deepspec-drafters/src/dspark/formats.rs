@@ -5,7 +5,7 @@ use std::sync::Arc;
 use deepspec_checkpoint::{
     CAUSAL_KEYS, CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
     EngineSupport, ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings,
-    Reader, Settings, Speculators, TensorShapes, Tensors, json_map,
+    Reader, SGLANG_HAS_NO_USE_SWA, Settings, Speculators, TensorShapes, Tensors, json_map,
 };
 use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
@@ -18,6 +18,10 @@ use crate::draft_model::DrafterSettings as _;
 
 /// Why checkpoints that have heads, and slots of the convention `fill_in`, are not written for engines.
 const UNTESTED_HEADS: &str = "heads beside slots that fill in are not written: no engine was tried with them";
+
+/// Why checkpoints with a window in some layers only are not written for other tools.
+const MIXED_WINDOWS: &str = "`layer_types`: only some draft layers have a sliding window, and tools differ in who sees what within \
+     their blocks";
 
 /// Reads checkpoints of DSpark and DFlash in all layouts.
 pub static READER: Reader = Reader {
@@ -84,7 +88,7 @@ fn read_dflash_container(
     class: &str,
     projector: &str,
 ) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
-    let mut config = DflashConfig::read(fields, &HEAD_KEYS, families)?;
+    let mut config = DflashConfig::read(fields, &HEAD_KEYS, families, true)?;
     let inner = &config.inner;
     let projector = inner.text("projector_type")?.unwrap_or(projector);
     // Domino's published files have the class of DFlash.
@@ -248,7 +252,16 @@ impl KindSettings for DSparkSettings {
                 self.blocks.slots
             ));
         }
+        let has_mixed_windows = drafter.has_windows() && drafter.shared_window().is_none();
         match to {
+            CheckpointFormat::Speculators if drafter.has_windows() => {
+                Some("speculators has no key for a sliding window of all layers".into())
+            }
+            CheckpointFormat::Zlab | CheckpointFormat::Specforge | CheckpointFormat::Modelopt
+                if has_mixed_windows =>
+            {
+                Some(MIXED_WINDOWS.into())
+            }
             CheckpointFormat::Zlab if self.has_heads() => Some("z-lab's DFlash has no heads".into()),
             CheckpointFormat::Speculators if drafter.has_attention_sinks() => {
                 Some("speculators has no attention sinks".into())
@@ -324,7 +337,13 @@ impl KindSettings for DSparkSettings {
         Some(DflashConfigKeys { class, top, inner })
     }
 
-    fn engine_format(&self, _: Engine, _: &Drafter) -> Result<CheckpointFormat, String> {
+    fn engine_format(&self, engine: Engine, drafter: &Drafter) -> Result<CheckpointFormat, String> {
+        if drafter.has_windows() && engine == Engine::Sglang {
+            return Err(SGLANG_HAS_NO_USE_SWA.into());
+        }
+        if drafter.has_windows() && drafter.shared_window().is_none() {
+            return Err(MIXED_WINDOWS.into());
+        }
         if self.fills_in() {
             return if self.has_heads() { Err(UNTESTED_HEADS.into()) } else { Ok(CheckpointFormat::Zlab) };
         }
@@ -340,6 +359,9 @@ impl KindSettings for DSparkSettings {
     fn gguf_parts(&self, drafter: &Drafter) -> Result<GgufParts, String> {
         if drafter.has_attention_sinks() {
             return Err("attention sinks are not written to GGUF files".into());
+        }
+        if drafter.has_windows() {
+            return Err("sliding windows are not written to GGUF files".into());
         }
         if self.blocks.causal {
             return Err(

@@ -87,7 +87,7 @@ fn read_authors(
     backbone: XPressBackbone,
 ) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let class = authors_class(backbone);
-    let config = DflashConfig::read(fields, &AUTHORS_KEYS, families)?;
+    let config = DflashConfig::read(fields, &AUTHORS_KEYS, families, false)?;
     if config.slots == Some(SlotTarget::AnchorPredicts) {
         return Err(fields.error("sample_from_anchor", "true; the slots of xPress fill in"));
     }

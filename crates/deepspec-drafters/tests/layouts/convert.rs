@@ -442,7 +442,6 @@ fn each_refusal_names_its_reason() {
             CheckpointFormat::Reference,
             &["projector_type", "lilicorr"],
         ),
-        (inner("use_swa", json!(true)), CheckpointFormat::Reference, &["use_swa"]),
         (inner("causal", json!(true)), CheckpointFormat::Speculators, &["causal blocks"]),
         (set(&specforge, "is_causal", json!(true)), CheckpointFormat::Speculators, &["causal blocks"]),
         (set(&specforge, "use_swa", json!(true)), CheckpointFormat::Reference, &["`use_swa`"]),

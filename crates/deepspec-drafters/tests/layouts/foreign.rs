@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::common::{Bytes, Folder, bytes, edited, fixture, golden, target, write};
 use deepspec_checkpoint::{
-    ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, CAUSAL_KEYS, CheckpointFormat, Target, convert,
+    ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, CAUSAL_KEYS, CheckpointFormat, Target, USE_SWA, convert,
 };
 use deepspec_drafters::{DrafterOptions, check_layout, load_drafter, open_checkpoint};
 use deepspec_engine::DraftSampling;
@@ -40,7 +40,7 @@ fn with(folder: &Folder, key: &str, value: &Value, inner: bool) -> Folder {
     })
 }
 
-const SWITCHES: [&str; 5] = ["semi_causal", "use_swa", "attention_sinks", "use_sinks", "sinks"];
+const SWITCHES: [&str; 4] = ["semi_causal", "attention_sinks", "use_sinks", "sinks"];
 
 #[test]
 fn another_attention_is_refused_by_name_wherever_it_is_said() {
@@ -59,6 +59,14 @@ fn another_attention_is_refused_by_name_wherever_it_is_said() {
                 assert!(options.contains(key), "{case}: {options}");
             }
         }
+    }
+    // vLLM reads `use_swa` within `dflash_config` only, and DSpark and DFlash alone have such windows.
+    for (case, inner) in
+        [("dspark_vanilla", false), ("dflash", false), ("eagle3_qwen3", true), ("dflash2", true)]
+    {
+        let told = run(&with(&golden(case), USE_SWA, &json!(true), inner)).unwrap_err();
+        assert!(told.contains("use_swa`") && told.contains("DSpark and DFlash only"), "{case}: {told}");
+        run(&with(&golden(case), USE_SWA, &json!(false), inner)).unwrap();
     }
     // Drafters without blocks have no causal ones, and DFlash 2, Domino and xPress have none.
     for (key, case) in CAUSAL_KEYS.into_iter().flat_map(|key| {

@@ -13,4 +13,5 @@ mod gguf;
 mod mtp;
 mod peagle;
 mod serving;
+mod windows;
 mod xpress;
