@@ -164,7 +164,12 @@ pub fn quantised_folder_message(dir: &Path, config: &Map<String, Value>) -> Opti
         QUANTISATION_KEYS.iter().find_map(|key| map.get(*key).filter(|value| !value.is_null()))
     });
     if let Some(said) = said {
-        let found = said.as_object().and_then(method).map_or("of an unnamed method", |(_, method)| method);
+        let names = said.as_object().and_then(|scheme| {
+            let (key, name) = method(scheme)?;
+            let algorithm = scheme.get("quant_algo").and_then(Value::as_str).filter(|_| key != "quant_algo");
+            Some(algorithm.map_or_else(|| name.to_string(), |algorithm| format!("{name}, {algorithm}")))
+        });
+        let found = names.unwrap_or_else(|| "of an unnamed method".into());
         return Some(format!("`quantization_config` ({found}): {REMEDY}"));
     }
     let beside = OTHER_FILES.into_iter().find(|name| dir.join(name).is_file());
@@ -185,6 +190,9 @@ mod tests {
                 .unwrap()
                 .contains("(fp8)")
         );
+        let nemotron =
+            read(json!({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}));
+        assert!(nemotron.unwrap().contains("(modelopt, W4A16_NVFP4)"));
         assert_eq!(read(json!({"quantization_config": null})), None);
         assert_eq!(read(json!({})), None);
     }
