@@ -92,7 +92,7 @@ def scale_ranges(weight, args):
             return weight.amin().view(1), weight.amax().view(1)
         case "channel":
             return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
-        case "group":
+        case "group" | "tensor_group":
             groups = weight.view(rows, -1, args.group_size)
             return groups.amin(-1), groups.amax(-1)
         case "block":
@@ -105,7 +105,7 @@ def compressed(config, weights, *groups, scale_dtype=torch.float32, ordered=Fals
     """`quant_method: compressed-tensors`. A group has its targets, its format and the settings of its weights."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
     from compressed_tensors.utils.match import match_name
 
     schemes = {
@@ -117,11 +117,15 @@ def compressed(config, weights, *groups, scale_dtype=torch.float32, ordered=Fals
         named = [scheme for scheme in schemes.values() if any(match_name(module, target) for target in scheme.targets)]
         scheme = (named or [scheme for scheme in schemes.values() if "Linear" in scheme.targets])[0]
         compressor, weight = BaseCompressor.get_value_from_registry(scheme.format), weight.to(scale_dtype)
-        scales, zero_points = calculate_qparams(*scale_ranges(weight, scheme.weights), scheme.weights)
-        state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zero_points}
+        is_nvfp4 = scheme.format == "nvfp4-pack-quantized"
+        own = {"weight_global_scale": generate_gparam(weight.amin(), weight.amax())} if is_nvfp4 else {}
+        scales, zero_points = calculate_qparams(
+            *scale_ranges(weight, scheme.weights), scheme.weights, global_scale=own.get("weight_global_scale")
+        )
+        state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zero_points, **own}
         state = compressor.compress(state, scheme)
-        value = compressor.decompress(state, scheme)["weight"]
-        # Float4 is exact in bfloat16, too.
+        value = nvfp4_values(state, scheme) if is_nvfp4 else compressor.decompress(state, scheme)["weight"]
+        # MXFP4 is exact in bfloat16, too.
         assert value.dtype == scale_dtype or scheme.format == "mxfp4-pack-quantized"
         if ordered:
             value = reorder(state, scheme.weights)
@@ -138,6 +142,26 @@ def compressed(config, weights, *groups, scale_dtype=torch.float32, ordered=Fals
     if ordered:
         config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"
     return stored, expected
+
+
+def nvfp4_values(state, scheme):
+    """The values in float32, to which the compressor's own, in bfloat16, are rounded."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    rows, half = state["weight_packed"].shape
+    numbers = unpack_fp4_from_uint8(state["weight_packed"], rows, 2 * half, dtype=torch.float32)
+    value = dequantize(
+        x_q=numbers,
+        scale=state["weight_scale"].float(),
+        args=scheme.weights,
+        global_scale=state["weight_global_scale"],
+        dtype=torch.float32,
+    )
+    rounded = BaseCompressor.get_value_from_registry(scheme.format).decompress(state, scheme)["weight"]
+    assert torch.equal(value.bfloat16(), rounded)
+    return value
 
 
 def reorder(state, args):
@@ -166,6 +190,7 @@ def compressed_float8(strategy, **args):
     return ["Linear"], "float-quantized", {"num_bits": 8, "type": "float", "strategy": strategy, **args}
 
 
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
 MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
 # One scheme for attention, by the names of its modules, and others for two kinds of other modules.
 SEVERAL_GROUPS = (
@@ -296,6 +321,7 @@ def mxfp4(config, tensors):
 
 SCHEMES = {
     "compressed mxfp4": lambda *model: compressed(*model, (["Linear"], "mxfp4-pack-quantized", MXFP4)),
+    "compressed nvfp4": lambda *model: compressed(*model, (["Linear"], "nvfp4-pack-quantized", NVFP4)),
     "awq": lambda *model: awq(*model, 16),
     "awq rows": lambda *model: awq(*model, -1),
     "gptq int4": lambda *model: gptq(*model, bits=4, group_size=16),

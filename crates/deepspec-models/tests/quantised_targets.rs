@@ -128,7 +128,7 @@ fn float4_weights_are_those_of_transformers_and_compressed_tensors() {
     tiny::target(experts.path(), "gpt_oss");
     check(experts.path(), &["mxfp4"]);
     tiny::qwen3(plain.path(), 40);
-    check(plain.path(), &["compressed mxfp4"]);
+    check(plain.path(), &["compressed mxfp4", "compressed nvfp4"]);
 }
 
 /// AutoGPTQ stores a bias of zeros for every module. Biases with other values are refused by name.

@@ -1,4 +1,4 @@
-//! Weights of compressed-tensors, which llm-compressor writes: float8, int8, int4 or int8 packed into words, and MXFP4.
+//! Weights of compressed-tensors, which llm-compressor writes: float8, int8, int4 or int8 packed into words, MXFP4 and NVFP4.
 
 use regex::Regex;
 use safetensors::Dtype;
@@ -7,6 +7,7 @@ use serde_json::Value;
 use crate::quantised::matrix::{Axis, Packing, SCALES, StoredMatrix, matrix_shape};
 use crate::quantised::module::{WEIGHT, check_bits, present, read_block};
 use crate::quantised::mxfp4::{self, Mxfp4Tensor};
+use crate::quantised::nvfp4::{self, Nvfp4Tensor};
 use crate::quantised::tensor::{GroupIndex, QuantisedMatrix, QuantisedTensor, ZeroPoints};
 use crate::quantised::{Scope, TARGET_REMEDY};
 use crate::{CheckpointError, Fields, Tensors, torch_dtype_name};
@@ -14,13 +15,16 @@ use crate::{CheckpointError, Fields, Tensors, torch_dtype_name};
 /// Ending of packed weights.
 const PACKED_WEIGHT: &str = ".weight_packed";
 /// Endings of tensors that quantise the inputs of a module.
-const INPUT_TENSORS: [&str; 2] = [".input_scale", ".input_zero_point"];
+const INPUT_TENSORS: [&str; 3] = [".input_scale", ".input_zero_point", ".input_global_scale"];
 /// The format whose numbers are packed into int32 words.
 const PACK_FORMAT: &str = "pack-quantized";
 /// The format of float4 in blocks of 32 columns, two numbers per byte.
 const MXFP4_FORMAT: &str = "mxfp4-pack-quantized";
+/// The format of float4 in blocks of 16 columns, two numbers per byte, with a scale of the whole weight.
+const NVFP4_FORMAT: &str = "nvfp4-pack-quantized";
 /// Formats that are read.
-const FORMATS: [&str; 5] = [PACK_FORMAT, "int-quantized", "float-quantized", "naive-quantized", MXFP4_FORMAT];
+const FORMATS: [&str; 6] =
+    [PACK_FORMAT, "int-quantized", "float-quantized", "naive-quantized", MXFP4_FORMAT, NVFP4_FORMAT];
 
 /// Settings of `quant_method: compressed-tensors`.
 #[derive(Debug)]
@@ -196,13 +200,18 @@ impl Scheme {
             return Err(group.error("output_activations", problem));
         }
         weights.refuse_if_on("dynamic", "scales of weights are stored; expected false")?;
-        let is_mxfp4 = format == MXFP4_FORMAT;
-        let is_packed = is_mxfp4 || format == PACK_FORMAT;
+        let float4_block = match format {
+            MXFP4_FORMAT => Some(mxfp4::BLOCK),
+            NVFP4_FORMAT => Some(nvfp4::BLOCK),
+            _ => None,
+        };
+        let is_float4 = float4_block.is_some();
+        let is_packed = is_float4 || format == PACK_FORMAT;
         let is_float = match weights.text("type")?.unwrap_or("int") {
-            "int" if !is_mxfp4 => false,
+            "int" if !is_float4 => false,
             "float" if format != PACK_FORMAT => true,
             other => {
-                let expected = if is_mxfp4 { "\"float\"" } else { "\"int\" or, unpacked, \"float\"" };
+                let expected = if is_float4 { "\"float\"" } else { "\"int\" or, unpacked, \"float\"" };
                 let problem = format!("\"{other}\" of {format} is not read; expected {expected}");
                 return Err(weights.error("type", problem));
             }
@@ -220,9 +229,14 @@ impl Scheme {
         if has_zero_points && is_float {
             return Err(weights.error("symmetric", "float weights have no zero points; expected true"));
         }
-        let strategy = read_strategy(weights)?;
-        if is_mxfp4 && strategy != Strategy::Group(mxfp4::BLOCK) {
-            let problem = format!("{format} has groups of {} columns only; {TARGET_REMEDY}", mxfp4::BLOCK);
+        let strategy = match weights.text("strategy")? {
+            Some("tensor_group") if format == NVFP4_FORMAT => {
+                Strategy::Group(weights.required_size::<u32>("group_size")? as usize)
+            }
+            _ => read_strategy(weights)?,
+        };
+        if let Some(block) = float4_block.filter(|&block| strategy != Strategy::Group(block)) {
+            let problem = format!("{format} has groups of {block} columns only; {TARGET_REMEDY}");
             return Err(weights.error("group_size", problem));
         }
         Ok(Self { is_packed, is_float, bits, strategy, has_zero_points, has_activation_order })
@@ -235,6 +249,10 @@ impl Scheme {
         name: &str,
         module: &str,
     ) -> Result<QuantisedTensor, CheckpointError> {
+        if self.is_packed && self.is_float && self.strategy == Strategy::Group(nvfp4::BLOCK) {
+            let unused = present(tensors, module, &INPUT_TENSORS);
+            return Nvfp4Tensor::of_module(tensors, name, module, unused).map(QuantisedTensor::Nvfp4);
+        }
         if self.is_packed && self.is_float {
             let scales = format!("{module}.weight_scale");
             return Mxfp4Tensor::matrix(tensors, name.into(), scales).map(QuantisedTensor::Mxfp4);

@@ -15,6 +15,7 @@ mod gptq;
 mod matrix;
 mod module;
 mod mxfp4;
+mod nvfp4;
 mod quantise;
 mod tensor;
 

@@ -6,6 +6,7 @@ use safetensors::Dtype;
 use crate::quantised::float8::E4M3;
 use crate::quantised::matrix::StoredMatrix;
 use crate::quantised::mxfp4::Mxfp4Tensor;
+use crate::quantised::nvfp4::Nvfp4Tensor;
 use crate::{CheckpointError, TensorMetadata, Tensors};
 
 /// Minimum number of rows that a thread expands.
@@ -18,6 +19,8 @@ pub(crate) enum QuantisedTensor {
     Matrix(QuantisedMatrix),
     /// A matrix of float4, or the matrices of all experts.
     Mxfp4(Mxfp4Tensor),
+    /// A matrix of float4 in smaller blocks, with a scale of the whole matrix.
+    Nvfp4(Nvfp4Tensor),
 }
 
 impl QuantisedTensor {
@@ -26,6 +29,7 @@ impl QuantisedTensor {
         match self {
             Self::Matrix(matrix) => matrix.parts().collect(),
             Self::Mxfp4(tensor) => tensor.parts().to_vec(),
+            Self::Nvfp4(tensor) => tensor.parts().collect(),
         }
     }
 
@@ -34,6 +38,7 @@ impl QuantisedTensor {
         let shape = match self {
             Self::Matrix(matrix) => matrix.numbers.shape.to_vec(),
             Self::Mxfp4(tensor) => tensor.shape(),
+            Self::Nvfp4(tensor) => tensor.shape().to_vec(),
         };
         let bytes = shape.iter().product::<usize>() * size_of::<f32>();
         TensorMetadata { dtype: Dtype::F32, shape, bytes }
@@ -42,11 +47,12 @@ impl QuantisedTensor {
     /// The values, little-endian and row-major in float32, computed in float32.
     ///
     /// # Errors
-    /// If a file cannot be read, or a column belongs to no block.
+    /// If a file cannot be read, a column belongs to no block, or the scale of a matrix is not above 0.
     pub fn values(&self, tensors: &Tensors) -> Result<Vec<u8>, CheckpointError> {
         match self {
             Self::Matrix(matrix) => matrix.values(tensors),
             Self::Mxfp4(tensor) => tensor.values(tensors),
+            Self::Nvfp4(tensor) => tensor.values(tensors),
         }
     }
 }

@@ -1,9 +1,10 @@
-//! Weights in MXFP4, of gpt-oss and of compressed-tensors.
+//! Weights in MXFP4, of gpt-oss and of compressed-tensors, and in NVFP4.
 
+use deepspec_checkpoint::Tensors;
 use safetensors::Dtype;
 use serde_json::json;
 
-use super::{Stored, check, compressed, values};
+use super::{Stored, check, compressed, ones, read_all, values, write_bytes};
 
 /// Experts of gpt-oss: two of 64 inputs and 5 outputs.
 pub(super) const MXFP4: [Stored; 2] =
@@ -57,4 +58,61 @@ fn float4_weights_without_the_tensors_that_fit() {
         let named = format!("`quantization_config.config_groups.group_0.weights.{named}`");
         check(&compressed("mxfp4-pack-quantized", &other), &[], &["config.json", &named]);
     }
+}
+
+#[test]
+fn nvfp4_weights_without_the_tensors_that_fit() {
+    let weights = json!({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16});
+    let scheme = compressed("nvfp4-pack-quantized", &weights);
+    let packed: Stored = ("x.weight_packed", Dtype::U8, &[5, 16]);
+    let scale = |dtype, shape: &'static [usize]| ("x.weight_scale", dtype, shape);
+    let scales = scale(Dtype::F8_E4M3, &[5, 2]);
+    let global: Stored = ("x.weight_global_scale", Dtype::F32, &[1]);
+    // Every byte is 0x01: 0.5 and zero. The scales are 2^-9 and 0x01010101.
+    let found = values(&scheme, &[packed, scales, global]);
+    let expected = 0.5 * (2.0_f32.powi(-9) / f32::from_bits(0x0101_0101));
+    assert_eq!(found.len(), 5 * 32);
+    assert!((0..found.len()).all(|place| found[place] == [expected, 0.0][place % 2]));
+    let input: Stored = ("x.input_global_scale", Dtype::F32, &[1]);
+    assert_eq!(values(&scheme, &[packed, scales, global, input]), found);
+    check(&scheme, &[packed, global], &["`x.weight_scale`", "missing"]);
+    check(&scheme, &[packed, scales], &["`x.weight_global_scale`", "missing"]);
+    check(
+        &scheme,
+        &[packed, scale(Dtype::F8_E4M3, &[5, 1]), global],
+        &["`x.weight_scale`", "[5, 1]", "[5, 2]"],
+    );
+    check(&scheme, &[packed, scale(Dtype::U8, &[5, 2]), global], &["`x.weight_scale`", "U8"]);
+    check(
+        &scheme,
+        &[packed, scales, ("x.weight_global_scale", Dtype::F32, &[5, 1])],
+        &["`x.weight_global_scale`", "[5, 1]"],
+    );
+    check(
+        &scheme,
+        &[("x.weight_packed", Dtype::U8, &[5, 20]), scales, global],
+        &["`x.weight_packed`", "40 columns"],
+    );
+    check(&scheme, &[("x.weight_packed", Dtype::I32, &[5, 16]), scales, global], &["int32", "U8"]);
+    for (key, value, named) in [
+        ("type", json!("int"), "type"),
+        ("num_bits", json!(8), "num_bits"),
+        ("group_size", json!(32), "group_size"),
+        ("group_size", json!(null), "group_size"),
+        ("strategy", json!("channel"), "group_size"),
+        ("symmetric", json!(false), "symmetric"),
+    ] {
+        let mut other = weights.clone();
+        other[key] = value;
+        let named = format!("`quantization_config.config_groups.group_0.weights.{named}`");
+        check(&compressed("nvfp4-pack-quantized", &other), &[], &["config.json", &named]);
+    }
+    // A scale of zero for the whole weight.
+    let dir = tempfile::tempdir().unwrap();
+    let stored = [packed, scales, global].map(|tensor| (tensor, ones(tensor)));
+    let mut damaged = stored.to_vec();
+    damaged[2].1.fill(0);
+    write_bytes(dir.path(), &scheme, &damaged);
+    let told = Tensors::open_target(dir.path()).and_then(read_all).unwrap_err().to_string();
+    assert!(told.contains("`x.weight_global_scale`") && told.contains("above 0"), "{told}");
 }

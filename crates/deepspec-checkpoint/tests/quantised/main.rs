@@ -217,7 +217,7 @@ fn settings_of_compressed_tensors_that_are_not_read() {
     let weights = json!({"num_bits": 4, "strategy": "channel"});
     let group = "config_groups.group_0";
     for (key, value) in [
-        ("format", json!("nvfp4-pack-quantized")),
+        ("format", json!("mxfp6-pack-quantized")),
         ("format", json!("marlin-24")),
         ("format", json!(null)),
         ("sparsity_config.format", json!("sparse-24-bitmask")),
@@ -460,7 +460,7 @@ fn layers_of_any_format_leave_the_outer_tensors_readable() {
 fn a_group_that_is_not_read_concerns_its_modules_alone() {
     let dir = tempfile::tempdir().unwrap();
     let mut scheme = compressed("mixed-precision", &json!({"num_bits": 4, "type": "float"}));
-    scheme["config_groups"]["group_0"]["format"] = json!("nvfp4-pack-quantized");
+    scheme["config_groups"]["group_0"]["format"] = json!("mxfp6-pack-quantized");
     scheme["config_groups"]["group_1"] = json!({
         "targets": ["lm_head"], "format": "float-quantized",
         "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
