@@ -14,7 +14,7 @@ use tch::{Kind, Tensor};
 
 use crate::common::{assert_close, max_abs, noise};
 
-const VOCAB: i64 = 96;
+pub const VOCAB: i64 = 96;
 const WIDTH: i64 = 32;
 pub const TOKENS: usize = 26;
 const SUPERVISED: usize = 20;
@@ -34,11 +34,11 @@ fn target() -> Map<String, Value> {
     target.as_object().unwrap().clone()
 }
 
-/// Two draft layers that read two taps.
-pub fn decoder() -> DraftDecoder {
+/// Draft layers that read two taps.
+pub fn decoder(layers: usize) -> DraftDecoder {
     let target = ModelConfig::parse(Path::new("config.json"), target()).unwrap();
     DraftDecoder {
-        model: target.draft_decoder(&[None, None]).unwrap(),
+        model: target.draft_decoder(&vec![None; layers]).unwrap(),
         taps: Tap::from_layer_ids([1, 3]).unwrap(),
         num_target_layers: TARGET_LAYERS,
     }
@@ -111,7 +111,7 @@ pub fn write_inputs(path: &Path, sample: &TrainSample, further: &[(&str, Tensor)
 
 /// Trains the drafters in `speculators` on `given.safetensors` of each of these folders, and reads the outputs.
 pub fn train<'a>(python: &str, folders: impl Iterator<Item = &'a PathBuf>) -> Vec<BTreeMap<String, Tensor>> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/speculators_blocks/train.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/speculators_training/train.py");
     let mut command = Command::new(python);
     command.arg(script).env("HF_HUB_OFFLINE", "1");
     let mut outputs = vec![];

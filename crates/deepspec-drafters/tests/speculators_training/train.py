@@ -1,4 +1,4 @@
-"""Logits, losses and gradients of converted block drafters in the speculators package.
+"""Logits, losses and gradients of converted drafters in the speculators package.
 
 usage: train.py (CHECKPOINT INPUTS.safetensors OUTPUTS.safetensors)...
 
@@ -8,6 +8,8 @@ version 0.9 lacks are made of what it has:
 - Causal blocks: its layers with a window see only the slots up to their own. The window is longer than the text.
 - Attention sinks: its layers call the attention of transformers' gpt-oss.
 - xPress on DFlash 2: xPress with the layers of its DFlash 2. The mask of the refiner's mixing is restored.
+
+Eagle3 has steps in place of blocks. Its token t + 1 stands beside the states of token t, and predicts token t + 2.
 """
 
 import sys
@@ -19,6 +21,7 @@ from speculators.losses import resolve_loss_config
 from speculators.models.dflash import core as dflash
 from speculators.models.dflash2.model_definitions import Qwen3DFlash2DecoderLayer
 from speculators.models.dspark import DSparkDraftModel
+from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.models.xpress import XPressDraftModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
@@ -81,9 +84,8 @@ def recorded(function, calls):
     return call
 
 
-def run(checkpoint, inputs, outputs):
-    given = load_file(inputs)
-    model = load(checkpoint, given)
+def train_blocks(model, given):
+    """Loss, metrics, and logits of blocks at the given anchors."""
     anchors = given["anchors"]
     dflash.select_anchors = lambda mask, count, size: (anchors, torch.ones(len(anchors), dtype=torch.bool))
     seen, biases = [], []
@@ -101,9 +103,43 @@ def run(checkpoint, inputs, outputs):
         max_anchors=len(anchors),
         **objective(model),
     )
-    loss.backward()
     base = seen[0][1].view(len(anchors), model.block_size, -1)
-    out = {"base": base, "biased": torch.stack([base + bias for bias in biases] or [base])}
+    return loss, metrics, {"base": base, "biased": torch.stack([base + bias for bias in biases] or [base])}
+
+
+def train_steps(model, given):
+    """Loss, metrics, and logits of Eagle3's steps, with the mean entropy of the target's distributions."""
+    kwargs, _ = Eagle3DraftModel.get_trainer_kwargs(
+        loss_fn="kl_div",
+        loss_implementation="eager",
+        ttt_steps=model.config.speculators_config.proposal_methods[0].speculative_tokens,
+        ttt_step_loss_decay=0.8,
+    )
+    logits, targets = [], []
+    model.lm_head.forward = recorded(model.lm_head.forward, logits)
+    model.verifier_lm_head.forward = recorded(model.verifier_lm_head.forward, targets)
+    tokens = given["input_ids"][:, 1:]
+    # The package masks by the token that is read, the inputs by the predicted one.
+    mask = torch.nn.functional.pad(given["loss_mask"][:, 2:], (0, 1))
+    _, loss, metrics = model(
+        given["taps"][:, :-1],
+        tokens,
+        torch.zeros_like(tokens),
+        loss_mask=mask,
+        verifier_last_hidden_states=given["last"][:, 1:],
+        **kwargs,
+    )
+    entropies = torch.distributions.Categorical(logits=targets[0]).entropy()
+    entropy = (entropies * mask).sum() / mask.sum()
+    return loss, metrics, {"logits": torch.cat(logits), "entropy": entropy.reshape(1)}
+
+
+def run(checkpoint, inputs, outputs):
+    given = load_file(inputs)
+    model = load(checkpoint, given)
+    train = train_steps if isinstance(model, Eagle3DraftModel) else train_blocks
+    loss, metrics, out = train(model, given)
+    loss.backward()
     out |= {name: value.reshape(1).float() for name, value in metrics.items() if name.endswith(("_sum", "_total"))}
     learns = {name: tensor for name, tensor in model.named_parameters() if name not in FROZEN}
     out |= {f"grad.{name}": tensor.grad for name, tensor in learns.items()}

@@ -41,7 +41,7 @@ fn theirs(name: &str) -> String {
 /// A random drafter, all of whose parameters matter, and its target, under `root`.
 fn drafter(root: &Path, convolution: Option<Convolution>) -> XPress {
     let config = XPressConfig {
-        decoder: fixture::decoder(),
+        decoder: fixture::decoder(2),
         settings: XPressSettings {
             blocks: BlockSpec {
                 block_size: BLOCK,

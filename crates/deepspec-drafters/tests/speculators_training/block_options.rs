@@ -55,7 +55,7 @@ const CASES: [Case; 3] = [
 
 impl Case {
     fn config(self) -> DSparkConfig {
-        let mut decoder = fixture::decoder();
+        let mut decoder = fixture::decoder(2);
         if self.sinks {
             decoder.model = decoder.model.with_attention_sinks().unwrap();
         }
