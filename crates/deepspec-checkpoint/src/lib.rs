@@ -44,9 +44,7 @@ pub use checkpoint::Checkpoint;
 pub use compatibility::{EngineCompatibility, engine_compatibility};
 pub use convert::{Converted, convert};
 pub use draft_vocab::{D2T, DraftVocab};
-pub use drafter::{
-    Drafter, Incompatibility, KindSettings, SGLANG_HAS_NO_USE_SWA, Settings, TensorShapes,
-};
+pub use drafter::{Drafter, Incompatibility, KindSettings, SGLANG_HAS_NO_USE_SWA, Settings, TensorShapes};
 pub use embedded::{MergedTarget, StoredAs, extract, merge, merge_into_deepseek_v4};
 pub use engines::convert_for_engine;
 pub use error::CheckpointError;
