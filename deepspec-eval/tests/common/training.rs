@@ -1,5 +1,6 @@
 //! Drafters that learn a target's answers within seconds of training.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -7,9 +8,10 @@ use std::path::{Path, PathBuf};
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
 use deepspec_drafters::{
-    BlockSpec, ConfidenceSettings, DSparkConfig, DSparkObjective, DSparkPlan, DSparkProposer, DSparkSettings,
-    DraftDecoder, DrafterPlan, LossDenominator, LossRecipe, MtpConfig, MtpPlan, MtpSettings, StepObjective,
-    TrainSample, TrainableDrafter, load_recipe, plan_drafter,
+    BlockSpec, ConfidenceSettings, DFlash2, DFlash2Config, DSparkConfig, DSparkObjective, DSparkPlan,
+    DSparkProposer, DSparkSettings, DraftDecoder, DrafterPlan, LossDenominator, LossRecipe, MtpConfig,
+    MtpPlan, MtpSettings, StepObjective, TrainSample, TrainableDrafter, XPress, XPressConfig, XPressSettings,
+    load_recipe, plan_drafter,
 };
 use deepspec_engine::{
     DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target, VerifyRule,
@@ -219,6 +221,32 @@ pub fn write_dspark_drafter(lessons: &Lessons, dir: &Path, mask_token_id: i64, s
     let plan = DSparkPlan::new(config, DSparkObjective { loss, confidence_alpha: 1.0 });
     let samples = lessons.samples(&taps, |out| (out.captured_states, out.hidden));
     write_drafter(train(&plan, target, steps, samples).as_ref(), dir);
+}
+
+/// Writes into the folder `dir` an xPress with the trained layers of `assets/tiny-dflash2`, whose refiner adds nothing to the logits.
+pub fn write_xpress_on_dflash2(dir: &Path) {
+    let trained = DFlash2::load(&repository("assets/tiny-dflash2"), Device::Cpu, Kind::Float).unwrap();
+    let DFlash2Config { decoder, settings } = trained.config().clone();
+    let settings = XPressSettings {
+        blocks: settings.blocks,
+        rank: 8,
+        mlp_ratio: 2,
+        num_passes: 1,
+        convolution: Some(settings.convolution),
+    };
+    let (embed, head) = trained.embed_and_head();
+    let model = XPress::fresh(XPressConfig { decoder, settings }, &embed, &head, 1, Kind::Float);
+    let layers: BTreeMap<String, Tensor> = trained.checkpoint().into_iter().collect();
+    let tensors: Vec<(String, Tensor)> = model
+        .checkpoint()
+        .into_iter()
+        .map(|(name, fresh)| {
+            let tensor = layers.get(&name).map_or_else(|| fresh.zeros_like(), Tensor::shallow_clone);
+            (name, tensor)
+        })
+        .collect();
+    save(&dir.join("model.safetensors"), &tensors, Kind::BFloat16).unwrap();
+    fs::write(dir.join("config.json"), Value::Object(model.config().to_json()).to_string()).unwrap();
 }
 
 fn write_drafter(trainee: &dyn TrainableDrafter, dir: &Path) {
