@@ -13,14 +13,14 @@ use common::greedy::{
 };
 use common::{
     Answers, answers, repository, run_ok, target, write_bigram_drafter, write_domino, write_dspark_v4,
-    write_eagle3, write_eagle3_with_vocab, write_mtp, write_peagle, write_xpress,
+    write_eagle3, write_eagle3_with_vocab, write_mtp, write_peagle, write_xpress, write_xpress_with,
 };
 use deepspec_checkpoint::DraftVocab;
 use deepspec_core::jsonl::{Line, Reader};
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_cost::planner::Planner;
 use deepspec_cost::policy::Policy;
-use deepspec_drafters::{Drafter, DrafterOptions};
+use deepspec_drafters::{Convolution, Drafter, DrafterOptions};
 use deepspec_engine::{
     Completion, Cycle, DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Proposal,
     Proposer, Request, Sampling, SamplingBatch, Target, VerifyRule,
@@ -161,12 +161,14 @@ fn at_temperature_0_dflash_2_changes_no_token() {
     changes_no_token(&repository("assets/tiny-dflash2"), &CHAINS);
 }
 
-/// The greedy test for xPress, which drafts all slots of a block at once.
+/// The greedy test for xPress, which drafts all slots of a block at once, on the layers of DFlash and of DFlash 2.
 #[test]
 fn at_temperature_0_xpress_changes_no_token() {
-    let dir = tempfile::tempdir().unwrap();
-    write_xpress(dir.path());
-    changes_no_token(dir.path(), &CHAINS);
+    for convolution in [None, Some(Convolution::default())] {
+        let dir = tempfile::tempdir().unwrap();
+        write_xpress_with(dir.path(), convolution);
+        changes_no_token(dir.path(), &CHAINS);
+    }
 }
 
 /// The greedy test for DSpark of DeepSeek-V4, whose window is shorter than the texts.

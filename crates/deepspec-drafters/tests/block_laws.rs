@@ -111,14 +111,17 @@ fn with_causal_blocks_the_first_tokens_have_the_targets_joint_law() {
 
 #[test]
 fn with_xpress_the_first_tokens_have_the_targets_joint_law() {
-    let settings = XPressSettings {
-        blocks: blocks(SlotTarget::FillIn),
-        rank: 8,
-        mlp_ratio: 2,
-        num_passes: 2,
-        convolution: Some(Convolution::default()),
-    };
-    assert_lossless(chi_square_ratios(|dir| XPressProposer::new(drafter(dir, settings), SLOTS)));
+    // On the layers of DFlash, and on those of DFlash 2.
+    for convolution in [None, Some(Convolution::default())] {
+        let settings = XPressSettings {
+            blocks: blocks(SlotTarget::FillIn),
+            rank: 8,
+            mlp_ratio: 2,
+            num_passes: 2,
+            convolution,
+        };
+        assert_lossless(chi_square_ratios(|dir| XPressProposer::new(drafter(dir, settings), SLOTS)));
+    }
 }
 
 #[test]

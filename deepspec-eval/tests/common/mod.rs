@@ -265,8 +265,13 @@ pub fn write_mtp(dir: &Path) {
     fs::write(dir.join("config.json"), config).unwrap();
 }
 
-/// Writes an untrained xPress drafter for the tiny target, whose refiner changes tokens.
+/// Writes an untrained xPress drafter for the tiny target, on the layers of DFlash 2, whose refiner changes tokens.
 pub fn write_xpress(dir: &Path) {
+    write_xpress_with(dir, Some(Convolution::default()));
+}
+
+/// [`write_xpress`] with these convolutions; on the layers of DFlash without any.
+pub fn write_xpress_with(dir: &Path, convolution: Option<Convolution>) {
     let target = ModelConfig::load(&target_dir()).unwrap();
     let config = XPressConfig {
         decoder: DraftDecoder {
@@ -285,8 +290,7 @@ pub fn write_xpress(dir: &Path) {
             rank: 16,
             mlp_ratio: 2,
             num_passes: 3,
-            // On the layers of DFlash 2.
-            convolution: Some(Convolution::default()),
+            convolution,
         },
     };
     let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
