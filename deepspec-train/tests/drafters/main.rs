@@ -252,9 +252,9 @@ fn dflash2_learns_drafts_and_goes_on_after_a_kill() {
     }
 }
 
-#[test]
-fn xpress_learns_drafts_and_goes_on_after_a_kill() {
-    let bench = trained(&[XPRESS]);
+/// A trained xPress, whose loss fell, which drafts, and which a killed run ends with, too.
+fn learned_xpress(recipe: &str, backbone: &Value) -> Bench {
+    let bench = trained(&[recipe]);
     let losses = bench.losses();
     assert!(losses[STEPS - 1] < 0.95 * losses[0], "the loss does not fall: {losses:?}");
     let metrics = last_metrics(&bench);
@@ -268,18 +268,26 @@ fn xpress_learns_drafts_and_goes_on_after_a_kill() {
     let config = config(&bench, STEPS);
     assert_eq!(config["architectures"], json!(["Qwen3XPressModel"]));
     assert_eq!((&config["xpress_rank"], &config["xpress_num_passes"]), (&json!(16), &json!(6)));
+    assert_eq!(&config["xpress_backbone"], backbone);
     let (target, drafter) = (common::workspace().join("assets/tiny-target"), loads(&bench));
     assert_eq!(drafter.draft_len(), 4);
     assert_eq!(greedy(&target, None), greedy(&target, Some(drafter)));
     let killed = Bench::new();
-    let mut child = common::start_until(&killed, 4, &set(&[XPRESS]));
+    let mut child = common::start_until(&killed, 4, &set(&[recipe]));
     child.kill().unwrap();
     child.wait().unwrap();
-    killed.succeeds(&set(&[XPRESS]));
+    killed.succeeds(&set(&[recipe]));
     assert!(killed.result() == bench.result());
+    bench
+}
+
+#[test]
+fn xpress_learns_drafts_and_goes_on_after_a_kill() {
+    let backbones = [(XPRESS, Value::Null), (XPRESS_ON_DFLASH2, json!("dflash2"))];
+    let [bench, _] = backbones.map(|(recipe, backbone)| learned_xpress(recipe, &backbone));
     // Sequences share a forward, or have one each.
     let split = trained(&[XPRESS, "train.local_batch_size=1"]);
-    for (a, b) in losses.iter().zip(split.losses()) {
+    for (a, b) in bench.losses().iter().zip(split.losses()) {
         assert!((a - b).abs() < 1e-4 * a.abs().max(1.0), "{a} and {b}");
     }
     let wrong = |change: &str, hints: &[&str]| {
