@@ -7,6 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use deepspec_checkpoint::DraftVocab;
 use deepspec_core::recipe::TrainDtype;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{DominoRecipe, DrafterSpec, GruSettings, LambdaBase, StageSettings};
@@ -17,6 +18,13 @@ use common::workspace;
 
 const ALGORITHMS: [&str; 3] = ["dspark", "dflash", "eagle3"];
 const TARGETS: [&str; 4] = ["qwen3_4b", "qwen3_8b", "qwen3_14b", "gemma4_12b"];
+/// Further recipes, which differ from one of [`recipes`] in one setting.
+const VARIANTS: [&str; 4] = [
+    "dspark_sinks/qwen3_4b",
+    "xpress/qwen3_4b_dflash2",
+    "eagle3/qwen3_4b_draft_vocab",
+    "peagle/qwen3_4b_draft_vocab",
+];
 
 /// Small stages of DSpark of DeepSeek-V4.
 const SMALL_STAGES: &str = "stage_config={num_attention_heads: 2, head_dim: 16, qk_rope_head_dim: 8, q_lora_rank: 8, o_lora_rank: 8, \
@@ -162,16 +170,29 @@ fn all_of_the_reference_are_there_and_some_more() {
     }
 }
 
-/// Nothing is downloaded: the sizes are built in.
+/// Plans of [`recipes`] and [`VARIANTS`] at full size. Nothing is downloaded: the sizes are built in.
+fn full_size_plans(args: &[&str]) -> Vec<(String, Value)> {
+    let dir = tempfile::tempdir().unwrap();
+    let vocab = dir.path().join("draft_vocab.safetensors");
+    DraftVocab::most_frequent(&[1; 151_936], 32_000).unwrap().write(&vocab).unwrap();
+    let plan = |what: String| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
+        command.arg("--config").arg(workspace().join(format!("configs/{what}.yaml")));
+        command.args(["--plan", "--json"]).args(args).env("HF_HUB_OFFLINE", "1");
+        command.env("HF_HUB_CACHE", dir.path()).env("HOME", dir.path());
+        if let Some((kind, _)) = what.split_once("/qwen3_4b_draft_vocab") {
+            command.arg("--set").arg(format!("drafter.{kind}.draft_vocab={}", vocab.display()));
+        }
+        let plan = parsed(&command.output().unwrap(), &what);
+        (what, plan)
+    };
+    let plain = recipes().into_iter().map(|(algorithm, target, _)| format!("{algorithm}/{target}"));
+    plain.chain(VARIANTS.map(String::from)).map(plan).collect()
+}
+
 #[test]
 fn each_plans_at_full_size_without_its_target() {
-    for (algorithm, target, path) in recipes() {
-        let what = format!("{algorithm}/{target}");
-        let cache = tempfile::tempdir().unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
-        command.arg("--config").arg(&path).args(["--plan", "--json"]).env("HF_HUB_OFFLINE", "1");
-        command.env("HF_HUB_CACHE", cache.path()).env("HOME", cache.path());
-        let plan = parsed(&command.output().unwrap(), &what);
+    for (what, plan) in full_size_plans(&[]) {
         assert!(plan["data_missing"].as_str().is_some_and(|missing| missing.contains("not on this machine")));
         assert!(plan["trainable_weights"].as_u64().unwrap() > 100_000_000, "{what}: {plan}");
         assert!(plan["memory_total"].as_u64().unwrap() > 1 << 30, "{what}: {plan}");
@@ -235,14 +256,9 @@ fn rounded(told: &str, row: &str) -> (f64, f64) {
 /// figures and not measurements.
 #[test]
 fn all_stages_are_foretold_at_full_size() {
-    for (algorithm, target, path) in recipes() {
-        let what = format!("{algorithm}/{target}");
-        let cache = tempfile::tempdir().unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
-        command.arg("--config").arg(&path).args(["--plan", "--json", "--hardware", "h100", "--price", "2"]);
-        command.args(["--rows", "1200000", "--devices", "1,8,64"]);
-        command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", cache.path()).env("HOME", cache.path());
-        let pipeline = parsed(&command.output().unwrap(), &what)["pipeline"].clone();
+    let args = ["--hardware", "h100", "--price", "2", "--rows", "1200000", "--devices", "1,8,64"];
+    for (what, plan) in full_size_plans(&args) {
+        let pipeline = &plan["pipeline"];
         let estimates = pipeline["estimates"].as_array().unwrap();
         assert_eq!(estimates.len(), 3, "{what}: {pipeline}");
         for stage in ["answers", "states", "training", "evaluation"] {
