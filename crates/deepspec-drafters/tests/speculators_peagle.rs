@@ -1,4 +1,5 @@
-//! P-EAGLE converted to speculators' layout: that package computes the same logits, losses and gradients.
+//! P-EAGLE converted to speculators' layout: that package computes the same logits, losses and gradients. Its sampler takes the same rows
+//! if both draw alike.
 //!
 //! Runs only if `DEEPSPEC_SPECULATORS_PYTHON` names a Python with speculators and torch.
 
@@ -121,13 +122,16 @@ impl Case {
 fn sample(plan: &PEaglePlan) -> TrainSample {
     let ids = (noise(5, &[TOKENS as i64]) * 1e4).abs().to_kind(Kind::Int64).remainder(VOCAB - 1);
     let loss_mask: Vec<bool> = (0..TOKENS).map(|at| at > 3 && at != 12 && at < 26).collect();
-    let every_other = |candidates: &[usize], count: usize, _: usize| {
-        let stride = (candidates.len() / count).max(1);
-        candidates.iter().copied().step_by(stride).take(count).collect()
+    // As the script draws: every second one, then the others.
+    let fixed_draw = |candidates: &[usize], count: usize, _: usize| {
+        let order = candidates.iter().skip(1).step_by(2).chain(candidates.iter().step_by(2));
+        let mut chosen: Vec<usize> = order.copied().take(count).collect();
+        chosen.sort_unstable();
+        chosen
     };
     TrainSample {
         input_ids: Vec::try_from(ids).unwrap(),
-        anchors: plan.choose_anchors(&loss_mask, &mut { every_other }),
+        anchors: plan.choose_anchors(&loss_mask, &mut { fixed_draw }),
         loss_mask,
         taps: noise(6, &[TOKENS as i64, 3 * WIDTH]),
         last: noise(7, &[TOKENS as i64, WIDTH]),
@@ -186,6 +190,13 @@ fn speculators_trains_a_converted_p_eagle_alike() {
     for (case, (place, model, plan, sample)) in CASES.iter().zip(prepared) {
         let out: BTreeMap<String, Tensor> =
             Tensor::read_safetensors(place.join("out.safetensors")).unwrap().into_iter().collect();
+        let mut own_rows = rows(&sample);
+        let sampled = ["sampled_anchors", "sampled_depths"].map(|key| out[key].to_kind(Kind::Int64));
+        let [anchors, depths] = sampled.map(|sampled| Vec::<i64>::try_from(sampled).unwrap());
+        let mut their_rows: Vec<(i64, i64)> = anchors.into_iter().zip(depths).collect();
+        own_rows.sort_unstable();
+        their_rows.sort_unstable();
+        assert_eq!(own_rows, their_rows, "{}", case.name);
         let sampled = sample.anchors.len() as i64;
         let denominator = plan.loss_denominator_part(&sample.loss_mask, &sample.anchors);
         let batch = PEagleBatch::new(&[sample], VOCAB - 1, (0, 1), Device::Cpu, Kind::Float).unwrap();
