@@ -5,6 +5,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod flash;
 mod released;
 
 use std::collections::BTreeMap;
