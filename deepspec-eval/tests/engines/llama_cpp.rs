@@ -16,8 +16,8 @@ use crate::common::gguf::{llama_gguf, target_gguf};
 use crate::common::training::smoke;
 use crate::common::{deepspec_eval, repository, run_ok, target_dir, traces};
 use crate::drafters::{
-    BlockOptions, REAL_TAPS, RealModel, dflash, eagle3, eagle3_variant, edited, filling_in, some_tokens,
-    stretched, yarn,
+    BlockOptions, REAL_TAPS, RealModel, dflash, dspark, eagle3, eagle3_variant, edited, filling_in,
+    some_tokens, stretched, yarn,
 };
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, near_tie, ours, prompts};
@@ -38,10 +38,12 @@ pub type Answer = (String, Vec<i64>, usize);
 pub struct Llama(Server);
 
 impl Llama {
-    /// Starts it with these arguments and waits until it listens.
+    /// Starts it with these arguments and waits until it listens. On a CPU its flash attention computes in half precision, and is off.
     pub fn start(server: &Path, args: &[&str]) -> Self {
         let mut command = Command::new(server);
-        command.args(["-t", "1", "-tb", "1", "-np", "1", "-c", "2048", "-ctk", "f32", "-ctv", "f32"]);
+        command.args([
+            "-t", "1", "-tb", "1", "-np", "1", "-c", "2048", "-ctk", "f32", "-ctv", "f32", "-fa", "off",
+        ]);
         command.args(["--metrics", "--jinja", "--offline", "--no-webui"]).args(args);
         Self(Server::start(command, "listening on"))
     }
@@ -210,6 +212,22 @@ fn llama_cpp_runs_dflash_cycle_by_cycle() {
 fn llama_cpp_runs_dflash_whose_slots_fill_in_cycle_by_cycle() {
     let Some(server) = llama_server() else { return };
     agrees(&server, filling_in(BlockOptions::default()).path(), 0);
+}
+
+#[test]
+fn llama_cpp_runs_causal_blocks_cycle_by_cycle() {
+    let Some(server) = llama_server() else { return };
+    let options = BlockOptions { causal: true, sinks: false };
+    agrees(&server, filling_in(options).path(), 0);
+    agrees(&server, dspark(options).path(), 0);
+}
+
+#[test]
+fn llama_cpp_runs_attention_sinks_cycle_by_cycle() {
+    let Some(server) = llama_server() else { return };
+    let options = BlockOptions { causal: false, sinks: true };
+    agrees(&server, filling_in(options).path(), 0);
+    agrees(&server, dspark(options).path(), 0);
 }
 
 #[test]

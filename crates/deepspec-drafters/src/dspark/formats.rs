@@ -357,16 +357,8 @@ impl KindSettings for DSparkSettings {
     }
 
     fn gguf_parts(&self, drafter: &Drafter) -> Result<GgufParts, String> {
-        if drafter.has_attention_sinks() {
-            return Err("attention sinks are not written to GGUF files".into());
-        }
         if drafter.has_windows() {
             return Err("sliding windows are not written to GGUF files".into());
-        }
-        if self.blocks.causal {
-            return Err(
-                "llama.cpp's slots see their whole block, these see only the slots before them".into()
-            );
         }
         let flag = |key, value| (key, GgufValue::Bool(value));
         let mut parts = GgufParts {
@@ -374,9 +366,14 @@ impl KindSettings for DSparkSettings {
                 ("block_size", GgufValue::U32(self.blocks.block_size as u32)),
                 flag("sample_from_anchor", !self.fills_in()),
             ],
+            layer_names: vec![("self_attn.attention_sink_bias", "attn_sinks.weight")],
             architecture: GGUF_ARCHITECTURE,
             ..GgufParts::default()
         };
+        if self.blocks.causal {
+            // Without this key, slots see their whole block.
+            parts.keys.push(flag("attention.causal", true));
+        }
         if self.fills_in() {
             return if self.has_heads() { Err(UNTESTED_HEADS.into()) } else { Ok(parts) };
         }

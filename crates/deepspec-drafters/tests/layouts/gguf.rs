@@ -6,7 +6,7 @@ use std::process::Command;
 use std::slice;
 
 use crate::common::{Folder, golden};
-use deepspec_checkpoint::{CheckpointError, GgufExport, Target, TensorType};
+use deepspec_checkpoint::{ATTENTION_SINK_BIAS, CheckpointError, GgufExport, Target, TensorType};
 use deepspec_drafters::open_checkpoint;
 use deepspec_testkit::{noise, skip};
 use safetensors::Dtype;
@@ -112,16 +112,18 @@ fn read_back(files: &[Written]) -> Option<Vec<Value>> {
     Some(serde_json::from_slice(&run.stdout).unwrap())
 }
 
+/// Names of the heads' tensors in GGUF and here.
+const HEADS: [(&str, Option<&str>); 4] = [
+    ("markov_w1.weight", Some("markov_head.markov_w1.weight")),
+    ("markov_w2.weight", Some("markov_head.markov_w2.weight")),
+    ("conf_proj.weight", Some("confidence_head.proj.weight")),
+    ("conf_proj.bias", Some("confidence_head.proj.bias")),
+];
+
 #[test]
 fn llama_cpps_package_reads_what_was_written() {
-    let heads = [
-        ("markov_w1.weight", Some("markov_head.markov_w1.weight")),
-        ("markov_w2.weight", Some("markov_head.markov_w2.weight")),
-        ("conf_proj.weight", Some("confidence_head.proj.weight")),
-        ("conf_proj.bias", Some("confidence_head.proj.bias")),
-    ];
     let whole = edited(|_| {}, |_| true);
-    let Some((read_f32, method)) = read(&whole, TensorType::F32, &heads) else { return };
+    let Some((read_f32, method)) = read(&whole, TensorType::F32, &HEADS) else { return };
     assert_eq!(method, "dspark");
     let (fields, config) = (&read_f32["fields"], whole.config());
     let tokenizer: Value =
@@ -144,6 +146,8 @@ fn llama_cpps_package_reads_what_was_written() {
         (&fields["dflash.sample_from_anchor"], &fields["dflash.has_confidence_head"]),
         (&true.into(), &true.into())
     );
+    // Slots see their whole block.
+    assert!(fields.get("dflash.attention.causal").is_none(), "{fields}");
     assert_eq!(fields["tokenizer.ggml.mask_token_id"], config["mask_token_id"]);
     assert_eq!(fields["tokenizer.ggml.tokens"].as_array().unwrap().len(), vocab);
     for (token, id) in tokenizer["model"]["vocab"].as_object().unwrap() {
@@ -154,11 +158,39 @@ fn llama_cpps_package_reads_what_was_written() {
 
     // The checkpoint's values are bfloat16, and so are its matrices in the Bf16 file. All other
     // tensors are float32 in both files.
-    let (read_bf16, _) = read(&whole, TensorType::Bf16, &heads).unwrap();
+    let (read_bf16, _) = read(&whole, TensorType::Bf16, &HEADS).unwrap();
     let kinds = |name: &str| (read_f32["tensors"][name].clone(), read_bf16["tensors"][name].clone());
     assert_eq!(kinds("blk.0.attn_q.weight"), ("F32".into(), "BF16".into()));
     assert_eq!(kinds("blk.0.attn_q_norm.weight"), ("F32".into(), "F32".into()));
     assert_eq!(kinds("conf_proj.weight"), ("F32".into(), "F32".into()));
+}
+
+#[test]
+fn llama_cpps_package_reads_causal_blocks_and_attention_sinks() {
+    let options = ["is_causal", ATTENTION_SINK_BIAS];
+    let drafter = edited(|config| options.into_iter().for_each(|key| config[key] = json!(true)), |_| true);
+    let config = drafter.config();
+    let size = |key: &str| config[key].as_u64().unwrap() as usize;
+    let (layers, heads) = (size("num_hidden_layers"), size("num_attention_heads"));
+    let mut tensors = crate::common::bytes(&drafter);
+    let names: Vec<[String; 2]> = (0..layers)
+        .map(|layer| {
+            [
+                format!("blk.{layer}.attn_sinks.weight"),
+                format!("layers.{layer}.self_attn.{ATTENTION_SINK_BIAS}"),
+            ]
+        })
+        .collect();
+    for (layer, [_, here]) in names.iter().enumerate() {
+        let data = noise(layer as u64, heads).iter().flat_map(|value| value.to_le_bytes()).collect();
+        tensors.insert(here.clone(), (Dtype::F32, vec![heads], data));
+    }
+    crate::common::write(&drafter.path().join("model.safetensors"), &tensors);
+    let sinks = names.iter().map(|[there, here]| (there.as_str(), Some(here.as_str())));
+    let names: Vec<_> = HEADS.into_iter().chain(sinks).collect();
+    let Some((told, method)) = read(&drafter, TensorType::Bf16, &names) else { return };
+    assert_eq!((method, &told["fields"]["dflash.attention.causal"]), ("dspark", &true.into()));
+    assert_eq!(told["tensors"]["blk.0.attn_sinks.weight"], "F32");
 }
 
 fn config_of(dir: &Path) -> Value {
@@ -371,11 +403,13 @@ fn a_dflash_whose_slots_all_draft_has_a_markov_head_of_zeros() {
         |config| {
             bare(config);
             config["sample_from_anchor"] = json!(false);
+            config["is_causal"] = json!(true);
         },
         has_no_head,
     );
     let (told, method) = read(&fills_in, TensorType::F32, &[]).unwrap();
     assert_eq!((method, &told["fields"]["dflash.sample_from_anchor"]), ("dflash", &false.into()));
+    assert_eq!(told["fields"]["dflash.attention.causal"], true);
 }
 
 #[test]
