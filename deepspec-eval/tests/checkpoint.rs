@@ -258,7 +258,7 @@ fn p_eagle_is_inspected_and_goes_to_speculators_and_vllm_and_back() {
 }
 
 #[test]
-fn dspark_of_deepseek_v4_is_inspected_and_refused_elsewhere() {
+fn dspark_of_deepseek_v4_is_inspected_and_goes_to_llama_cpp_only() {
     let root = tempfile::tempdir().unwrap();
     let own = root.path().join("own");
     write_dspark_v4(&own);
@@ -267,6 +267,7 @@ fn dspark_of_deepseek_v4_is_inspected_and_refused_elsewhere() {
         "drafter     DSpark of DeepSeek-V4, 1 stage, hidden size",
         "drafts      5 tokens in blocks of 5",
         "stages      4 heads of 32, window 16, 2 of 4 experts, 4 residual streams",
+        "llama.cpp (of llama-cpp-python 0.3.36, tried) does not load it: it loads GGUF files; convert to gguf",
     ] {
         assert!(text.contains(line), "{line} in {text}");
     }
@@ -274,11 +275,24 @@ fn dspark_of_deepseek_v4_is_inspected_and_refused_elsewhere() {
     for (to, reason) in [
         ("vllm", "a part of that target's own checkpoint"),
         ("sglang", "a part of that target's own checkpoint"),
-        ("gguf", "no latent attention"),
         ("speculators", "no layout for latent attention"),
     ] {
         assert_refused(&convert(&own, to, &root.path().join(to), &[]), 2, &[reason]);
     }
+    let gguf = convert(&own, "gguf", &root.path().join("gguf"), &[]);
+    let told = String::from_utf8_lossy(&gguf.stderr).into_owned();
+    assert!(
+        gguf.status.success() && told.contains("--spec-type draft-dspark --spec-draft-n-max 5"),
+        "{told}"
+    );
+    let config = fs::read_to_string(own.join("config.json")).unwrap();
+    assert!(config.contains("\"hc_mult\":4"), "{config}");
+    let fewer = root.path().join("fewer");
+    fs::create_dir(&fewer).unwrap();
+    fs::copy(own.join("model.safetensors"), fewer.join("model.safetensors")).unwrap();
+    fs::write(fewer.join("config.json"), config.replace("\"hc_mult\":4", "\"hc_mult\":2")).unwrap();
+    let out = root.path().join("fewer-gguf");
+    assert_refused(&convert(&fewer, "gguf", &out, &[]), 2, &["4 residual streams", "`hc_mult` is 2"]);
     let [target, own, out] =
         [target_dir(), own, root.path().join("merged")].map(|path| path.display().to_string());
     let merged = deepspec_eval(&[

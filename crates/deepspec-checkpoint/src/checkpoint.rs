@@ -88,8 +88,9 @@ impl Checkpoint {
     /// Whether the tensor is a copy of the target's (embedding, LM head) or rebuilt from it, so
     /// that training does not change it.
     pub fn is_target_tensor(&self, name: &str) -> bool {
+        let name = self.format.to_reference_name(self.drafter.kind.as_ref(), name);
         let is_own_head = name == shapes::HEAD && self.drafter.has_reduced_vocab();
-        !is_own_head && (shapes::is_embed_or_head(name) || REBUILT_TENSORS.contains(&name))
+        !is_own_head && (shapes::is_embed_or_head(&name) || REBUILT_TENSORS.contains(&name.as_str()))
     }
 
     /// Whether the checkpoint has the reference's format but lacks embedding and LM head, which

@@ -275,17 +275,19 @@ impl Drafter {
                 "its layers are {family}'s; only {known} draft layers mean the same in all formats"
             ));
         }
-        if let (Some(layers), Some(tap)) =
-            (self.num_target_layers, self.taps.iter().find(|&&tap| self.is_ambiguous_layer(tap)))
-        {
-            let last = layers.saturating_sub(2);
-            return Some(format!(
-                "layer id {} is outside of 0 to {last}: tools differ in what they hand out for the embedding and the \
-                 last of {layers} layers (before or after the final norm)",
-                tap.layer_id()
-            ));
-        }
-        None
+        self.ambiguous_layer_reason()
+    }
+
+    /// Names a captured layer about whose hidden state tools disagree; None if there is none.
+    pub(crate) fn ambiguous_layer_reason(&self) -> Option<String> {
+        let (layers, tap) =
+            (self.num_target_layers?, self.taps.iter().find(|&&tap| self.is_ambiguous_layer(tap))?);
+        let last = layers.saturating_sub(2);
+        Some(format!(
+            "layer id {} is outside of 0 to {last}: tools differ in what they hand out for the embedding and the last of {layers} \
+             layers (before or after the final norm)",
+            tap.layer_id()
+        ))
     }
 
     /// Whether tools disagree about this layer's hidden state. They do for the embedding and for

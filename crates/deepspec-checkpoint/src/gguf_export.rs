@@ -1,8 +1,10 @@
 //! Drafters as GGUF files for llama.cpp, following its sources of September 2026
-//! (`src/models/{dflash,eagle3}.cpp`).
+//! (`src/models/{deepseek4,dflash,eagle3}.cpp`).
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
+use std::slice;
 
 use crate::gguf::{LAYER_NAMES, ROPE_FACTORS, Tensor, TensorType, Tokenizer, Value, Writer, to_interleaved};
 use deepspec_core::{VERSION, atomic};
@@ -12,11 +14,11 @@ use serde_json::Value as Json;
 use crate::convert::{check_target_matches, with_target_settings};
 use crate::draft_vocab::{D2T, DraftVocab};
 use crate::fields::Fields;
-use crate::kind::GgufParts;
+use crate::kind::{GgufParts, ROPE_BASE_KEY};
 use crate::numbers::cast;
 use crate::shapes::{HEAD, Heads};
 use crate::tensors::torch_dtype_name;
-use crate::{Checkpoint, CheckpointError, Drafter, Target, folder, rope};
+use crate::{Checkpoint, CheckpointError, Drafter, Target, folder, layouts, rope};
 
 /// Name of this format in errors.
 const FORMAT_NAME: &str = "gguf";
@@ -29,6 +31,9 @@ const TENSOR_NAMES: [(&str, &str); 4] = [
     ("hidden_norm.weight", "enc.output_norm.weight"),
     ("norm.weight", "output_norm.weight"),
 ];
+/// Parts of the names of small matrices, which are float32 whatever type the others have.
+const FLOAT32_MATRICES: [&str; 3] = ["conf_proj.", "hc_", "ffn_gate_inp."];
+
 /// A drafter ready to be written as GGUF.
 pub struct GgufExport<'a> {
     source: &'a Checkpoint,
@@ -44,8 +49,8 @@ enum ValueSource {
     Zeros,
     /// Bytes of computed values.
     Own(Vec<u8>),
-    /// Values of a tensor of the checkpoint.
-    Of(String),
+    /// Values of these tensors of the checkpoint, one behind the other.
+    Of(Vec<String>),
     /// Values of the named tensor of the checkpoint, and its number of heads. The rows of each head are reordered so
     /// that the two rows of a RoPE pair are adjacent.
     Paired(String, usize),
@@ -69,11 +74,21 @@ impl<'a> GgufExport<'a> {
     ) -> Result<Self, CheckpointError> {
         let drafter = with_target_settings(source, Some(target));
         let parts = drafter.reason_not_convertible().map_or_else(|| drafter.kind.gguf_parts(&drafter), Err);
+        // The state behind the last layer of a DeepSeek-V4 is the one before its final norm, here and in llama.cpp.
+        let ambiguous = match target.architectures() == [layouts::DEEPSEEK_V4] {
+            true => None,
+            false => drafter.ambiguous_layer_reason(),
+        };
+        let parts = parts.and_then(|parts| ambiguous.map_or(Ok(parts), Err));
         let parts = parts.map_err(|reason| source.refused_error(FORMAT_NAME, reason))?;
         let path = source.dir().join("config.json");
         let fields = Fields::new(&path, &drafter.decoder);
         let heads = Heads::of(&fields, &drafter)?;
-        let rope = rope::llama_cpp_rope(source, FORMAT_NAME)?;
+        let is_own = |key: &str| parts.keys.iter().any(|(own, _)| *own == key);
+        let rope = match is_own(ROPE_BASE_KEY) {
+            true => None,
+            false => Some(rope::llama_cpp_rope(source, FORMAT_NAME)?),
+        };
         if parts.interleaved_rope && !heads.dim.is_multiple_of(2) {
             return Err(source
                 .refused_error(FORMAT_NAME, format!("heads of {} values do not turn in pairs", heads.dim)));
@@ -88,11 +103,13 @@ impl<'a> GgufExport<'a> {
         writer.put("general.architecture", Value::Text(parts.architecture.into()));
         writer.put("general.description", Value::Text(format!("written by deepspec {VERSION}")));
         writer.put("general.file_type", Value::U32(matrices.file_type()));
-        writer.extend(
-            decoder_metadata(&fields, &drafter, &heads, rope.theta)?.map(|(key, value)| (own(key), value)),
-        );
-        if rope.attention_factor != 1.0 {
-            writer.put(&own("rope.scaling.attn_factor"), Value::F32(rope.attention_factor as f32));
+        let of_decoder = decoder_metadata(&fields, &drafter, &heads)?.filter(|(key, _)| !is_own(key));
+        writer.extend(of_decoder.map(|(key, value)| (own(key), value)));
+        if let Some(rope) = &rope {
+            writer.put(&own(ROPE_BASE_KEY), Value::F32(rope.theta as f32));
+            if rope.attention_factor != 1.0 {
+                writer.put(&own("rope.scaling.attn_factor"), Value::F32(rope.attention_factor as f32));
+            }
         }
         let taps = drafter.aux_layer_ids().into_iter().map(|id| id as i32).collect();
         writer.put(&own("target_layers"), Value::Integers(taps));
@@ -104,27 +121,40 @@ impl<'a> GgufExport<'a> {
             writer.put("tokenizer.ggml.mask_token_id", Value::U32(mask as u32));
         }
 
-        let mut tensors = vec![];
+        let (mut tensors, mut experts) = (vec![], BTreeMap::<String, BTreeMap<usize, String>>::new());
         for (name, facts) in source.tensors().iter() {
             if source.is_target_tensor(name) {
                 continue;
             }
             let reference_name = source.format().to_reference_name(drafter.kind.as_ref(), name);
+            let (reference_name, expert) = split_expert(&reference_name);
             let gguf_name = gguf_name(&reference_name, &parts)
                 .ok_or_else(|| source.tensors().error(name, "llama.cpp has no tensor for it"))?;
-            // llama.cpp computes with convolution kernels and small heads in float32.
-            let is_matrix = facts.shape.len() == 2 && gguf_name != "conf_proj.weight";
+            if let Some(expert) = expert {
+                experts.entry(gguf_name).or_default().insert(expert, name.into());
+                continue;
+            }
+            // llama.cpp computes with convolution kernels in float32.
+            let is_matrix =
+                facts.shape.len() == 2 && !FLOAT32_MATRICES.iter().any(|part| gguf_name.contains(part));
             let kind = if is_matrix { matrices } else { TensorType::F32 };
             let turning = [(".attn_q.weight", heads.query), (".attn_k.weight", heads.key_value)];
             let turning =
                 turning.into_iter().find(|(end, _)| parts.interleaved_rope && gguf_name.ends_with(end));
             tensors.push(turning.map_or_else(
-                || ValueSource::Of(name.into()),
+                || ValueSource::Of(vec![name.into()]),
                 |(_, heads)| ValueSource::Paired(name.into(), heads as usize),
             ));
             writer.tensor(Tensor { name: gguf_name, kind, shape: facts.shape.clone() });
         }
-        if let Some(factors) = rope.factors {
+        for (name, of_experts) in experts {
+            let of_experts: Vec<String> = of_experts.into_values().collect();
+            let matrix = &source.tensors().required_metadata(&of_experts[0])?.shape;
+            let shape = [&[of_experts.len()], &matrix[..]].concat();
+            writer.tensor(Tensor { name, kind: matrices, shape });
+            tensors.push(ValueSource::Of(of_experts));
+        }
+        if let Some(factors) = rope.and_then(|rope| rope.factors) {
             let shape = vec![factors.len()];
             writer.tensor(Tensor { name: ROPE_FACTORS.into(), kind: TensorType::F32, shape });
             tensors.push(ValueSource::Own(
@@ -162,33 +192,35 @@ impl<'a> GgufExport<'a> {
     }
 
     fn tensor_bytes(&self, number: usize, tensor: &Tensor) -> Result<Vec<u8>, CheckpointError> {
-        let (name, heads) = match &self.tensors[number] {
+        let (names, heads) = match &self.tensors[number] {
             ValueSource::Zeros => return Ok(vec![0; tensor.bytes()]),
             ValueSource::Own(bytes) => return Ok(bytes.clone()),
-            ValueSource::Of(name) => (name, None),
-            ValueSource::Paired(name, heads) => (name, Some(*heads)),
+            ValueSource::Of(names) => (&names[..], None),
+            ValueSource::Paired(name, heads) => (slice::from_ref(name), Some(*heads)),
         };
+        let mut values = Vec::with_capacity(tensor.bytes());
+        for name in names {
+            values.extend(self.values(name, tensor.kind)?);
+        }
+        Ok(match heads {
+            Some(heads) => to_interleaved(&values, heads, tensor.shape[0]),
+            None => values,
+        })
+    }
+
+    /// Values of a tensor of the checkpoint, as `kind`.
+    fn values(&self, name: &str, kind: TensorType) -> Result<Vec<u8>, CheckpointError> {
         let tensors = self.source.tensors();
         let facts = tensors.get(name).ok_or_else(|| tensors.error(name, "missing"))?;
-        let wanted = match tensor.kind {
+        let wanted = match kind {
             TensorType::F32 => Dtype::F32,
             TensorType::F16 => Dtype::F16,
             TensorType::Bf16 => Dtype::BF16,
             TensorType::I64 => Dtype::I64,
         };
-        let values = cast(tensors.bytes(name)?, facts.dtype, wanted).ok_or_else(|| {
-            tensors.error(
-                name,
-                format!(
-                    "{} cannot be written as {}",
-                    torch_dtype_name(facts.dtype),
-                    torch_dtype_name(wanted)
-                ),
-            )
-        })?;
-        Ok(match heads {
-            Some(heads) => to_interleaved(&values, heads, tensor.shape[0]),
-            None => values,
+        cast(tensors.bytes(name)?, facts.dtype, wanted).ok_or_else(|| {
+            let [from, to] = [facts.dtype, wanted].map(torch_dtype_name);
+            tensors.error(name, format!("{from} cannot be written as {to}"))
         })
     }
 }
@@ -201,12 +233,11 @@ fn tensor_type_of(dtype: Dtype) -> TensorType {
     }
 }
 
-/// Metadata of the decoder layers.
+/// Metadata of the decoder layers, without that of rotary embeddings.
 fn decoder_metadata(
     fields: &Fields,
     drafter: &Drafter,
     heads: &Heads,
-    theta: f64,
 ) -> Result<impl Iterator<Item = (&'static str, Value)>, CheckpointError> {
     let eps = fields.required("rms_norm_eps", fields.map.get("rms_norm_eps").and_then(Json::as_f64))?;
     let sizes = [
@@ -220,9 +251,17 @@ fn decoder_metadata(
         ("attention.value_length", heads.dim),
     ];
     let sizes = sizes.map(|(key, size)| (key, Value::U32(size as u32)));
-    let floats = [("attention.layer_norm_rms_epsilon", eps), ("rope.freq_base", theta)];
-    let floats = floats.map(|(key, value)| (key, Value::F32(value as f32)));
-    Ok(sizes.into_iter().chain(floats))
+    let eps = ("attention.layer_norm_rms_epsilon", Value::F32(eps as f32));
+    Ok(sizes.into_iter().chain([eps]))
+}
+
+/// A tensor's name without the number of its expert, and this number: `ffn.experts.3.w1.weight` is `ffn.experts.w1.weight` of expert 3.
+fn split_expert(name: &str) -> (String, Option<usize>) {
+    let found = name.split_once(".experts.").and_then(|(module, rest)| {
+        let (expert, part) = rest.split_once('.')?;
+        Some((format!("{module}.experts.{part}"), Some(expert.parse().ok()?)))
+    });
+    found.unwrap_or_else(|| (name.into(), None))
 }
 
 /// Name that llama.cpp gives to a tensor of the reference's format. None if llama.cpp has no such tensor.

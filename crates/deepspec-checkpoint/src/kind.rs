@@ -27,16 +27,21 @@ pub struct DflashConfigKeys {
     pub inner: Map<String, Value>,
 }
 
+/// Metadata key of the base of the rotary frequencies, without the architecture prefix.
+pub const ROPE_BASE_KEY: &str = "rope.freq_base";
+
 /// Names and metadata of a drafter in llama.cpp's GGUF format.
 #[derive(Debug, Default)]
 pub struct GgufParts {
     /// `general.architecture`.
     pub architecture: &'static str,
-    /// Metadata keys of the kind, without the architecture prefix.
+    /// Metadata keys of the kind, without the architecture prefix. They precede those that the decoder's config gives. With
+    /// [`ROPE_BASE_KEY`], the kind has rotary embeddings of its own, which are not scaled.
     pub keys: Vec<(&'static str, GgufValue)>,
     /// Names of the kind's tensors in the reference and in llama.cpp.
     pub names: Vec<(&'static str, &'static str)>,
-    /// Names of the kind's layer tensors, without the prefixes `layers.i.` and `blk.i.`.
+    /// Names of the kind's layer tensors, without the prefixes `layers.i.` and `blk.i.`. One tensor holds all experts: `ffn.experts.w1`
+    /// names `ffn.experts.0.w1` and those of the other experts.
     pub layer_names: Vec<(&'static str, &'static str)>,
     /// Additional tensors of zeros that llama.cpp requires.
     pub zeros: Vec<(&'static str, Vec<usize>)>,

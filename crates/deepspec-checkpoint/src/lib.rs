@@ -55,7 +55,7 @@ pub use fields::Fields;
 pub use format::CheckpointFormat;
 pub use gguf::{TensorType, Value as GgufValue};
 pub use gguf_export::GgufExport;
-pub use kind::{DflashConfigKeys, GgufParts, Speculators, json_map};
+pub use kind::{DflashConfigKeys, GgufParts, ROPE_BASE_KEY, Speculators, json_map};
 pub use layouts::{
     CAUSAL_KEYS, Decoder, DflashConfig, EMBEDDING_LAYER_ID, ExternalClass, KnownDrafters, Reader,
     SWA_WINDOW_SIZE, USE_SWA, find_unsupported_setting, names_bundled_drafter, read_attention_sinks,

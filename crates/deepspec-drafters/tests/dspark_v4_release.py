@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from dspark_v4 import block_states, heads
 
 WIDTH, VOCAB, STAGES, BLOCK, TOKENS, RANK = 160, 96, 3, 5, 40, 12
-TAPS = [1, 2]
+TAPS = [1, 3]
 SETTINGS = {
     "num_attention_heads": 4,
     "head_dim": 48,
@@ -135,6 +135,7 @@ def main(folder, outputs):
         "vocab_size": VOCAB,
         "num_hidden_layers": 4,
         "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
         "n_shared_experts": 1,
         "scoring_func": "sqrtsoftplus",
         "num_nextn_predict_layers": 1,  # as released, although there are three stages

@@ -7,9 +7,10 @@ use deepspec_checkpoint::DraftVocab;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DownSampling, DraftDecoder,
-    DrafterPlan, Eagle3Config, Eagle3Norms, Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe,
-    MarkovKind, MarkovSettings, PEagleConfig, PEagleObjective, PEaglePlan, PEagleSettings, Supervise,
+    BlockSpec, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DSparkV4Config, DSparkV4Plan,
+    DSparkV4Settings, DownSampling, DraftDecoder, DrafterPlan, Eagle3Config, Eagle3Norms, Eagle3Objective,
+    Eagle3Plan, Eagle3Settings, LossRecipe, MarkovKind, MarkovSettings, PEagleConfig, PEagleObjective,
+    PEaglePlan, PEagleSettings, StageSettings, Supervise,
 };
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::conversations::tokenizers;
@@ -20,7 +21,7 @@ use tempfile::TempDir;
 use crate::LIMIT;
 use crate::common::gguf::dequantised;
 use crate::common::training::{Lessons, smoke, train};
-use crate::common::{repository, target_dir};
+use crate::common::{dspark_v4_settings, repository, target_dir};
 
 /// A drafter from `assets` with a change.
 pub fn edited(name: &str, edit: impl FnOnce(&mut Value, &mut Vec<(String, Tensor)>)) -> TempDir {
@@ -206,6 +207,26 @@ pub fn filling_in(options: BlockOptions) -> TempDir {
 /// A DSpark for the tiny target without a confidence head.
 pub fn dspark(options: BlockOptions) -> TempDir {
     block(&target_dir(), [0, 2, 4], 1023, (SlotTarget::AnchorPredicts, options), Some(16), 300)
+}
+
+/// A DSpark of DeepSeek-V4 for the tiny target. Its window is longer than all texts, since llama.cpp's ends earlier for later slots.
+pub fn dspark_v4() -> TempDir {
+    let (model, taps) = (ModelConfig::load(&target_dir()).unwrap(), Tap::from_layer_ids([0, 2, 4]).unwrap());
+    let settings = dspark_v4_settings();
+    let config = DSparkV4Config {
+        decoder: DraftDecoder {
+            model: model.anchored_decoder(&[None, None]).unwrap(),
+            taps: taps.clone(),
+            num_target_layers: model.layers.len(),
+        },
+        settings: DSparkV4Settings {
+            stages: StageSettings { sliding_window: 256, ..settings.stages },
+            ..settings
+        },
+    };
+    let loss = LossRecipe { ce_alpha: 1.0, decay_gamma: 4.0, ..LossRecipe::NONE };
+    let plan = DSparkV4Plan::new(config, DSparkObjective { loss, confidence_alpha: 1.0 });
+    taught(&plan, &target_dir(), &taps, 200)
 }
 
 /// A block drafter trained on this target's answers for `steps` steps.

@@ -16,8 +16,8 @@ use crate::common::gguf::{llama_gguf, target_gguf};
 use crate::common::training::smoke;
 use crate::common::{deepspec_eval, repository, run_ok, target_dir, traces};
 use crate::drafters::{
-    BlockOptions, REAL_TAPS, RealModel, dflash, dspark, eagle3, eagle3_variant, edited, filling_in,
-    some_tokens, stretched, yarn,
+    BlockOptions, REAL_TAPS, RealModel, dflash, dspark, dspark_v4, eagle3, eagle3_variant, edited,
+    filling_in, some_tokens, stretched, yarn,
 };
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, near_tie, ours, prompts};
@@ -182,6 +182,12 @@ fn llama_cpp_runs_dspark_with_a_stretched_rotation_cycle_by_cycle() {
 fn llama_cpp_runs_dspark_with_yarn_cycle_by_cycle() {
     let Some(server) = llama_server() else { return };
     agrees(&server, yarn().path(), 0);
+}
+
+#[test]
+fn llama_cpp_runs_dspark_of_deepseek_v4_cycle_by_cycle() {
+    let Some(server) = llama_server() else { return };
+    agrees(&server, dspark_v4().path(), 0);
 }
 
 #[test]

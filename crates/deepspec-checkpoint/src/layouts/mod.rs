@@ -83,7 +83,7 @@ pub fn read(
 }
 
 /// Class of DeepSeek-V4.
-const DEEPSEEK_V4: &str = "DeepseekV4ForCausalLM";
+pub const DEEPSEEK_V4: &str = "DeepseekV4ForCausalLM";
 /// Config key that a target has if its checkpoint holds a DSpark drafter.
 const BUNDLED_BLOCK_SIZE: &str = "dspark_block_size";
 

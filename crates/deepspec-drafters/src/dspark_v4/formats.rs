@@ -8,8 +8,8 @@ use deepspec_checkpoint::{
 };
 use serde_json::{Map, Value, json};
 
-use super::released;
 use super::settings::{DSparkV4Settings, MARKOV_RANK, STAGE_CONFIG};
+use super::{gguf, released};
 use crate::block_common::BlockSpec;
 use crate::draft_model::DrafterSettings as _;
 
@@ -31,7 +31,7 @@ pub static READER: Reader = Reader {
     }],
 };
 
-/// Why no engine loads the drafter.
+/// Why vLLM and SGLang do not load the drafter as a folder of its own.
 const NO_ENGINE: &str = "it loads DSpark of DeepSeek-V4 as a part of that target's own checkpoint, into which `checkpoint merge-mtp` writes it";
 
 fn read(fields: &Fields, decoder: &Decoder) -> Result<Settings, CheckpointError> {
@@ -158,8 +158,8 @@ impl KindSettings for DSparkV4Settings {
         Err(format!("{engine} does not load it: {NO_ENGINE}"))
     }
 
-    fn gguf_parts(&self, _: &Drafter) -> Result<GgufParts, String> {
-        Err("llama.cpp has no latent attention with hyper-connections for drafters".into())
+    fn gguf_parts(&self, drafter: &Drafter) -> Result<GgufParts, String> {
+        gguf::parts(self, drafter)
     }
 
     fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {

@@ -6,6 +6,7 @@
 mod attention;
 mod experts;
 mod formats;
+mod gguf;
 mod hyper_connections;
 mod model;
 mod proposer;

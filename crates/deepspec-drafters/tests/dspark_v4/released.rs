@@ -6,7 +6,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use deepspec_checkpoint::{CheckpointFormat, Target, TensorMetadata, Tensors, convert};
+use deepspec_checkpoint::gguf::{Entry, GgufFile};
+use deepspec_checkpoint::{
+    CheckpointFormat, GgufExport, Target, TensorMetadata, TensorType, Tensors, convert,
+};
 use deepspec_drafters::{DSparkV4, TrainSample, merge_mtp, open_checkpoint};
 use deepspec_models::save;
 use deepspec_testkit::skip;
@@ -30,6 +33,15 @@ fn extract(target: &Path, out: &Path) {
     let released = open_checkpoint(target).unwrap();
     released.check().unwrap();
     convert(&released, CheckpointFormat::Reference, None).unwrap().write(out, false).unwrap();
+}
+
+/// Metadata and tensors of the GGUF file of a drafter for this target.
+fn gguf(drafter: &Path, target: &Path, out: &Path) -> (BTreeMap<String, Entry>, BTreeMap<String, Vec<u8>>) {
+    let (source, target) = (open_checkpoint(drafter).unwrap(), Target::open(target, "target").unwrap());
+    GgufExport::plan(&source, &target, Some(TensorType::F32)).unwrap().write(out, false).unwrap();
+    let file = GgufFile::open(&out.join(GgufExport::FILE)).unwrap();
+    let values = file.tensors().keys().map(|name| (name.clone(), file.values(name).unwrap())).collect();
+    (file.entries().clone(), values)
 }
 
 /// Bytes of the only weights file of a folder.
@@ -95,6 +107,16 @@ fn the_released_layout_is_read() {
     assert_eq!(stored(&merged), expected);
     extract(&merged, &again);
     assert!(weights(&again) == weights(&own), "values change that were quantised before");
+
+    // Both forms give llama.cpp the same file. It may read the state behind the target's last layer.
+    let tokenizer = json!({"model": {"vocab": {}, "merges": []}, "decoder": {"type": "ByteLevel"}});
+    fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let [of_target, of_drafter] = [&folder, &own].map(|from| {
+        let name = from.file_name().unwrap().to_string_lossy();
+        gguf(from, &folder, &root.path().join(format!("{name}-gguf")))
+    });
+    assert!(of_target == of_drafter, "the files differ");
+    assert_eq!(of_target.0["dflash.target_layers"], Entry::List([2, 4].map(Entry::Integer).to_vec()));
 
     // The folder itself is no drafter to load.
     let told = |result: Result<(), String>, hints: &[&str]| {

@@ -12,7 +12,8 @@ use deepspec_testkit::{noise, skip};
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
-fn asset(name: &str) -> PathBuf {
+/// A folder of the repository's assets.
+pub fn asset(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets").join(name)
 }
 
@@ -62,23 +63,15 @@ fn read_all(
 }
 
 /// A drafter that was written as GGUF.
-struct Written {
+pub struct Written {
     /// The file, the checkpoint, and the list of names.
     paths: [PathBuf; 3],
     method: &'static str,
 }
 
-/// Writes the drafter as GGUF, and the list of its tensors' names, for [`read_back`].
+/// As [`write_named`], with the names of the layers' tensors; of norms, only those that `of_layers` lists.
 fn write(drafter: &Folder, matrices: TensorType, of_layers: &[&str], mut map: Map<String, Value>) -> Written {
-    let (source, target) = (
-        open_checkpoint(drafter.path()).unwrap(),
-        Target::open(&asset("tiny-target"), "owner/target").unwrap(),
-    );
-    let gguf = GgufExport::plan(&source, &target, Some(matrices)).unwrap();
-    let [out, list] = ["gguf", "names.json"].map(|name| drafter.path().join(name));
-    gguf.write(&out, true).unwrap();
-    let file = out.join(GgufExport::FILE);
-    for layer in 0..source.drafter().layers {
+    for layer in 0..drafter.config()["num_hidden_layers"].as_u64().unwrap() {
         for (there, here) in [
             ("attn_norm", "input_layernorm"),
             ("attn_q", "self_attn.q_proj"),
@@ -98,13 +91,25 @@ fn write(drafter: &Folder, matrices: TensorType, of_layers: &[&str], mut map: Ma
             }
         }
     }
+    write_named(drafter, matrices, &map)
+}
+
+/// Writes the drafter as GGUF, and the list of its tensors' names, for [`read_back`].
+pub fn write_named(drafter: &Folder, matrices: TensorType, map: &Map<String, Value>) -> Written {
+    let (source, target) = (
+        open_checkpoint(drafter.path()).unwrap(),
+        Target::open(&asset("tiny-target"), "owner/target").unwrap(),
+    );
+    let gguf = GgufExport::plan(&source, &target, Some(matrices)).unwrap();
+    let [out, list] = ["gguf", "names.json"].map(|name| drafter.path().join(name));
+    gguf.write(&out, true).unwrap();
     fs::write(&list, json!(map).to_string()).unwrap();
     let weights = drafter.path().join("model.safetensors");
-    Written { paths: [file, weights, list], method: source.drafter().kind.method() }
+    Written { paths: [out.join(GgufExport::FILE), weights, list], method: source.drafter().kind.method() }
 }
 
 /// The metadata of each file, which the gguf package reads in one process; None without the package.
-fn read_back(files: &[Written]) -> Option<Vec<Value>> {
+pub fn read_back(files: &[Written]) -> Option<Vec<Value>> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/layouts/gguf_read.py");
     let mut command = Command::new(skip::python("gguf")?);
     let run = command.arg(script).args(files.iter().flat_map(|file| &file.paths)).output().unwrap();

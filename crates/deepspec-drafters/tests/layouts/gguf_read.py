@@ -2,9 +2,9 @@
 
 usage: gguf_read.py [FILE.gguf CHECKPOINT.safetensors NAMES.json]...
 
-NAMES maps each tensor of the file to one of the checkpoint. null is a tensor of zeros. {"of", "pairs"} has the rows of so many heads in pairs. {"config"} has
-the factors by which transformers stretches the rotation of this config. Prints the metadata of each file as a JSON list. The attn_factor of a file is compared
-with transformers' factor on cosines and sines.
+NAMES maps each tensor of the file to one of the checkpoint. null is a tensor of zeros. {"of", "pairs"} has the rows of so many heads in pairs. {"stack"} has
+the matrices of these names. {"config"} has the factors by which transformers stretches the rotation of this config. Prints the metadata of each file as a JSON
+list. The attn_factor of a file is compared with transformers' factor on cosines and sines.
 """
 
 import json
@@ -23,6 +23,8 @@ def expected_of(source, shape, weights, reader):
     if "token_ids" in source:
         offsets = weights[source["token_ids"]]
         return torch.arange(len(offsets)) + offsets
+    if "stack" in source:
+        return torch.stack([weights[name].float() for name in source["stack"]])
     if "pairs" in source:
         whole = weights[source["of"]].float()
         heads = whole.view(source["pairs"], 2, -1, whole.shape[-1])

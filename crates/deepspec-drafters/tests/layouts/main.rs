@@ -6,6 +6,7 @@ mod common;
 mod convert;
 mod domino;
 mod draft_vocab;
+mod dspark_v4;
 mod engines;
 mod foreign;
 mod fuzz;
