@@ -8,7 +8,9 @@ use safetensors::Dtype;
 use crate::draft_vocab::{D2T, DraftVocab};
 use crate::drafter::Incompatibility;
 use crate::experts::stack_shapes;
+use crate::export::Engine;
 use crate::fields::read_object;
+use crate::layouts::UnreadOptions;
 use crate::shapes::{self, REBUILT_TENSORS};
 use crate::{
     CheckpointError, CheckpointFormat, Drafter, Fields, KnownDrafters, TensorMetadata, Tensors, layouts,
@@ -23,8 +25,8 @@ pub struct Checkpoint {
     tensors: Tensors,
     /// Config key that this project cannot run, with the reason.
     unsupported: Option<(String, String)>,
-    /// Why SGLang would ignore a key of the config.
-    unread_by_sglang: Option<&'static str>,
+    /// Why engines would ignore keys of the config.
+    unread: UnreadOptions,
 }
 
 impl Checkpoint {
@@ -46,8 +48,8 @@ impl Checkpoint {
             false => Tensors::open(dir)?,
         };
         let (format, drafter) = layouts::read(&path, &map, &tensors, known)?;
-        let unread_by_sglang = layouts::unread_by_sglang(&map, drafter.has_attention_sinks());
-        Ok(Self { dir: dir.to_path_buf(), format, drafter, tensors, unsupported: None, unread_by_sglang })
+        let unread = UnreadOptions::new(&map, drafter.has_attention_sinks());
+        Ok(Self { dir: dir.to_path_buf(), format, drafter, tensors, unsupported: None, unread })
     }
 
     /// Records a config key that this project cannot run. Then [`Self::check`] fails, and
@@ -100,10 +102,10 @@ impl Checkpoint {
             && [shapes::EMBED, shapes::HEAD].iter().all(|end| self.find(end).is_none())
     }
 
-    /// Why SGLang would ignore the key of causal blocks or that of attention sinks, where it reads the layout. None if it reads
-    /// what the drafter has.
-    pub(crate) fn unread_by_sglang(&self) -> Option<&'static str> {
-        self.unread_by_sglang
+    /// Why an engine would run other blocks, or layers without sinks, where it reads the layout. None if it reads what the drafter
+    /// has.
+    pub(crate) fn unread_by(&self, engine: Engine) -> Option<&'static str> {
+        self.unread.of(engine)
     }
 
     /// The reason why the checkpoint cannot be converted to the format `to`; None if it can.
@@ -114,8 +116,10 @@ impl Checkpoint {
     /// Like [`Self::refusal`], for the drafter completed with the target's settings.
     pub(crate) fn conversion_refusal(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String> {
         // A conversion to the format that the checkpoint already has is useful only if it adds
-        // embedding and LM head, or keys of `dflash_config` that SGLang reads.
-        let adds_keys = to != CheckpointFormat::Reference && self.unread_by_sglang.is_some();
+        // embedding and LM head, or keys that engines read.
+        let has_unread =
+            [Engine::Vllm, Engine::Sglang].iter().any(|&engine| self.unread_by(engine).is_some());
+        let adds_keys = to != CheckpointFormat::Reference && has_unread;
         if to == self.format && !self.lacks_embed_and_head() && !adds_keys {
             return Some(format!("it is a checkpoint of {to} already"));
         }

@@ -4,7 +4,7 @@
 use serde::Serialize;
 
 use crate::drafter::SGLANG_HAS_NO_USE_SWA;
-use crate::export::{Engine, EngineSupport};
+use crate::export::Engine;
 use crate::{Checkpoint, CheckpointFormat};
 
 /// Versions of the engines that were tested.
@@ -31,14 +31,27 @@ pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility>
     // vLLM and speculators were not tried with layers without query and key norms. No engine was
     // tried with settings that only one format can express.
     let usual = drafter.family.qk_norm && drafter.reason_not_convertible().is_none();
-    let known =
-        |engine, version: Option<&'static str>, status: EngineSupport| match unsupported_layers(checkpoint) {
-            Some(note) => EngineCompatibility { engine, tried: None, loads: false, note },
+    let known = |name, version: Option<&'static str>, engine| {
+        let status = drafter.kind.engine_support(engine, format);
+        let unread = match engine {
+            Engine::Sglang if drafter.has_windows() => Some(SGLANG_HAS_NO_USE_SWA),
+            _ => checkpoint.unread_by(engine),
+        };
+        let unread = unread.filter(|_| status.loads).map(|reason| {
+            let converts = drafter.reason_not_convertible().is_none()
+                && drafter.kind.engine_format(engine, drafter).is_ok();
+            let remedy =
+                if converts { format!("; convert to {}", engine.export_name()) } else { String::new() };
+            format!("{reason}{remedy}")
+        });
+        match unsupported_layers(checkpoint).or(unread) {
+            Some(note) => EngineCompatibility { engine: name, tried: None, loads: false, note },
             None => {
                 let tried = version.filter(|_| status.tried && usual);
-                EngineCompatibility { engine, tried, loads: status.loads, note: status.note.into() }
+                EngineCompatibility { engine: name, tried, loads: status.loads, note: status.note.into() }
             }
-        };
+        }
+    };
     let gguf =
         drafter.reason_not_convertible().map_or_else(|| drafter.kind.gguf_parts(drafter).map(|_| ()), Err);
     let note = gguf.as_ref().map_or_else(String::clone, |()| "it loads GGUF files; convert to gguf".into());
@@ -49,23 +62,9 @@ pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility>
         false if converts => "convert to speculators",
         false => "its layout cannot say this drafter",
     };
-    let sglang = drafter.kind.engine_support(Engine::Sglang, format);
-    let sglang = match checkpoint.unread_by_sglang() {
-        _ if drafter.has_windows() => EngineSupport::not_loaded(SGLANG_HAS_NO_USE_SWA),
-        Some(reason) if sglang.loads => EngineSupport::not_loaded(reason),
-        _ => sglang,
-    };
-    let marks_layers =
-        drafter.has_windows() && format == CheckpointFormat::Reference && !checkpoint.lacks_embed_and_head();
-    let vllm = match marks_layers {
-        true => EngineSupport::not_loaded(
-            "it takes layers that layer_types marks for causal ones; convert to vllm, which marks windows by use_swa",
-        ),
-        false => drafter.kind.engine_support(Engine::Vllm, format),
-    };
     vec![
-        known("vLLM", Some(VLLM_VERSION), vllm),
-        known("SGLang", None, sglang),
+        known("vLLM", Some(VLLM_VERSION), Engine::Vllm),
+        known("SGLang", None, Engine::Sglang),
         EngineCompatibility {
             engine: "llama.cpp",
             tried: gguf.is_ok().then_some(LLAMA_CPP_VERSION),

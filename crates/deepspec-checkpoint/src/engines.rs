@@ -34,10 +34,7 @@ pub fn convert_for_engine<'a>(
         drafter.reason_not_convertible().map_or_else(|| drafter.kind.engine_format(engine, &drafter), Err);
     match format.map_err(|reason| source.refused_error(to, reason))? {
         CheckpointFormat::Reference => plan_anchor_predicts(source, &drafter, target, to),
-        format
-            if format == source.format()
-                && (engine != Engine::Sglang || source.unread_by_sglang().is_none()) =>
-        {
+        format if format == source.format() && source.unread_by(engine).is_none() => {
             source.check()?;
             let reason = format!("it loads the checkpoint as it is, in the layout of {format}");
             Err(source.refused_error(to, reason))

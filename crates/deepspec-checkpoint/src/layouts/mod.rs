@@ -8,7 +8,7 @@ mod reference;
 mod speculators;
 mod windows;
 
-pub use block_options::{CAUSAL_KEYS, read_attention_sinks, read_causal, unread_by_sglang};
+pub use block_options::{CAUSAL_KEYS, UnreadOptions, read_attention_sinks, read_causal};
 pub use common::{Decoder, EMBEDDING_LAYER_ID, read_draft_vocab_size, read_layer_ids};
 pub use dflash_config::{DflashConfig, find_unsupported_setting};
 pub use reader::{ExternalClass, KnownDrafters, Reader};

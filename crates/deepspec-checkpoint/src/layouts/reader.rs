@@ -25,7 +25,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Whether drafters of this kind may have causal blocks and attention sinks.
+    /// Whether drafters of this kind may have causal blocks, attention sinks, and windows by `use_swa`.
     pub fn has_block_options(&self) -> bool {
         CAUSAL_KEYS.iter().all(|key| self.keys.contains(key))
     }

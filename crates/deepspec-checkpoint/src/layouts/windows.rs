@@ -41,7 +41,8 @@ pub fn resolve_windows(fields: &Fields) -> Result<Option<Map<String, Value>>, Ch
         return Ok(None);
     }
     if fields.text("model_type")? != Some("qwen3") {
-        let problem = "the windows that dflash_config marks are read for layers of Qwen3 only";
+        let problem =
+            "the windows that dflash_config marks are read for layers of Qwen3 only; expected \"qwen3\"";
         return Err(fields.error("model_type", problem));
     }
     let says_causal = |place: &Fields| {
@@ -54,7 +55,10 @@ pub fn resolve_windows(fields: &Fields) -> Result<Option<Map<String, Value>>, Ch
     }
     let window = match (inner_size, outer_size) {
         (Some(size), Some(outer)) if size != outer && use_sliding_window != Some(false) => {
-            return Err(inner.error(SWA_WINDOW_SIZE, format!("{size}, but sliding_window is {outer}")));
+            return Err(inner.error(
+                SWA_WINDOW_SIZE,
+                format!("{size}, but sliding_window is {outer}; expected equal sizes"),
+            ));
         }
         (Some(size), _) => size,
         (None, Some(outer)) if use_sliding_window == Some(true) => outer,
@@ -92,7 +96,10 @@ fn marked_layers(fields: &Fields, has_default: bool) -> Result<Vec<bool>, Checkp
         return Ok((0..layers).map(|layer| layer >= first).collect());
     };
     if types.len() as u64 != layers {
-        return Err(fields.error("layer_types", format!("{} types for {layers} layers", types.len())));
+        return Err(fields.error(
+            "layer_types",
+            format!("{} types for {layers} layers; expected one of each layer", types.len()),
+        ));
     }
     if let Some(other) = types.iter().find(|kind| ![SLIDING, FULL].contains(*kind)) {
         let problem = format!("\"{other}\" is unknown; expected \"{SLIDING}\" or \"{FULL}\"");

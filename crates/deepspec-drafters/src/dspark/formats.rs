@@ -433,12 +433,7 @@ impl KindSettings for DSparkSettings {
         // The first condition that holds decides.
         if format == Zlab {
             return if self.fills_in() {
-                match self.blocks.causal {
-                    true => S::loads_as_tested(
-                        "method dflash, by is_causal or dflash_config.causal; vLLM does not read causal_head",
-                    ),
-                    false => S::loads_as_tested("method dflash"),
-                }
+                S::loads_as_tested("method dflash")
             } else {
                 S::not_loaded(
                     "every slot drafts, which z-lab's layout says within `dflash_config`, where vLLM refuses it; convert to vllm",

@@ -12,21 +12,24 @@ use tch::{Device, Kind};
 use crate::common::{Folder, bytes, edited, fixture, golden, target, write};
 use crate::convert::{converted, refusal};
 
-/// The config of `folder`, in the layout of z-lab, as it is written for SGLang. None if SGLang reads the folder as it is.
-fn written_for_sglang(folder: &Folder, target: &Folder) -> Option<Value> {
+/// The config of `folder`, in the layout of z-lab, as it is written for the engine. None if the engine reads the folder as it is.
+fn written_for(engine: Engine, folder: &Folder, target: &Folder) -> Option<Value> {
     let source = open_checkpoint(folder.path()).unwrap();
     let target = Target::open(target.path(), "owner/target").unwrap();
     let out = Folder::new();
-    let written = convert_for_engine(&source, Engine::Sglang, &target)
+    let written = convert_for_engine(&source, engine, &target)
         .and_then(|plan| plan.write(&out.path().join("out"), false));
-    let sglang = engine_compatibility(&source).into_iter().find(|engine| engine.engine == "SGLang").unwrap();
-    assert_eq!((sglang.loads, sglang.tried), (written.is_err(), None), "{}", sglang.note);
+    let found = engine_compatibility(&source).into_iter().find(|found| found.engine == engine.to_string());
+    let found = found.unwrap();
+    assert_eq!(found.loads, written.is_err(), "{}", found.note);
     match written {
         Ok(()) => {
-            assert!(sglang.note.ends_with("only; convert to sglang"), "{}", sglang.note);
+            let remedy = format!("only; convert to {}", engine.export_name());
+            assert!(found.note.ends_with(&remedy), "{}", found.note);
             Some(out.within("out").config())
         }
         Err(error) => {
+            assert_eq!(found.tried.is_some(), engine == Engine::Vllm);
             assert!(error.to_string().contains("it loads the checkpoint as it is"), "{error}");
             None
         }
@@ -44,11 +47,16 @@ fn causal_blocks_are_read_in_every_spelling_and_written_for_engines() {
     };
     for (key, inner) in CAUSAL_KEYS.into_iter().flat_map(|key| [(key, false), (key, true)]) {
         let zlab = with(&fixture::zlab(), key, true, inner);
-        // SGLang knows one of the spellings, and would read the others as whole blocks.
-        let sglang = written_for_sglang(&zlab, &target);
-        assert_eq!(sglang.is_none(), key == "is_causal" && !inner, "{key}");
-        if let Some(sglang) = sglang {
-            assert!(sglang["is_causal"] == true && sglang["layer_types"].is_array(), "{sglang}");
+        // Engines know one or two of the spellings, and would read the others as whole blocks.
+        let knows_outer = key == "is_causal" && !inner;
+        for (engine, knows) in
+            [(Engine::Sglang, knows_outer), (Engine::Vllm, knows_outer || key == "causal" && inner)]
+        {
+            let written = written_for(engine, &zlab, &target);
+            assert_eq!(written.is_none(), knows, "{engine}, {key}");
+            if let Some(config) = written {
+                assert!(config["is_causal"] == true && config["layer_types"].is_array(), "{config}");
+            }
         }
         let reference = converted(&zlab, CheckpointFormat::Reference, Some(&target));
         assert_eq!(reference.config()["is_causal"], true, "{key}");
@@ -68,7 +76,7 @@ fn causal_blocks_are_read_in_every_spelling_and_written_for_engines() {
         true,
         false,
     );
-    assert!(written_for_sglang(&untyped, &target).unwrap()["layer_types"].is_array());
+    assert!(written_for(Engine::Sglang, &untyped, &target).unwrap()["layer_types"].is_array());
     for to in [CheckpointFormat::Specforge, CheckpointFormat::Modelopt] {
         let causal = with(&golden("dspark_vanilla"), "is_causal", true, false);
         for (folder, expected) in [(causal, true), (golden("dspark_vanilla"), false)] {
@@ -120,10 +128,14 @@ fn attention_sinks_are_read_in_both_spellings_and_written_for_engines() {
             let place = if inner { &mut config["dflash_config"] } else { config };
             place[key] = json!(true);
         });
-        let sglang = written_for_sglang(&zlab, &target);
-        assert_eq!(sglang.is_none(), key == ATTENTION_SINK_BIAS && inner, "{key}");
-        if let Some(sglang) = sglang {
-            assert_eq!(sglang["dflash_config"][ATTENTION_SINK_BIAS], true);
+        let knows_inner = key == ATTENTION_SINK_BIAS && inner;
+        let knows_outer = key == ADD_SWA_ATTENTION_SINK_BIAS && !inner;
+        for (engine, knows) in [(Engine::Sglang, knows_inner), (Engine::Vllm, knows_inner || knows_outer)] {
+            let written = written_for(engine, &zlab, &target);
+            assert_eq!(written.is_none(), knows, "{engine}, {key}");
+            if let Some(config) = written {
+                assert_eq!(config["dflash_config"][ATTENTION_SINK_BIAS], true);
+            }
         }
         let reference = converted(&zlab, CheckpointFormat::Reference, Some(&target));
         for key in [ATTENTION_SINK_BIAS, ADD_SWA_ATTENTION_SINK_BIAS] {
@@ -144,7 +156,7 @@ fn attention_sinks_are_read_in_both_spellings_and_written_for_engines() {
     });
     let opened = open_checkpoint(both.path()).unwrap();
     opened.check().unwrap();
-    assert!(written_for_sglang(&both, &target).is_none());
+    assert!(written_for(Engine::Sglang, &both, &target).is_none());
     let arguments = Engine::Sglang.serve_arguments(opened.drafter(), "DIR");
     assert!(arguments.ends_with("DIR --speculative-draft-attention-backend triton"), "{arguments}");
     // Tensors without the key, and the key without tensors.

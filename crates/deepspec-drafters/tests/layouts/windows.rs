@@ -86,6 +86,39 @@ fn use_swa_is_read_and_written_for_tools_and_engines() {
     }
 }
 
+/// Whether vLLM loads the folder, and the note on it.
+fn vllm(folder: &Folder) -> (bool, String) {
+    let engines = engine_compatibility(&open_checkpoint(folder.path()).unwrap());
+    let found = engines.into_iter().find(|engine| engine.engine == "vLLM").unwrap();
+    (found.loads, found.note)
+}
+
+#[test]
+fn inspect_says_which_windows_vllm_reads() {
+    let (vanilla, sliding) = (golden("dspark_vanilla"), json!("sliding_attention"));
+    let marked = |types: [&Value; 2], keys: Value| {
+        let marks = json!({"use_sliding_window": true, "sliding_window": WINDOW, "layer_types": types});
+        with(&with(&vanilla, json!({}), marks), json!({}), keys)
+    };
+    let full = json!("full_attention");
+    assert!(vllm(&use_swa(&vanilla)).0);
+    let (loads, note) = vllm(&marked([&sliding, &sliding], json!({})));
+    assert!(!loads && note.contains("layer_types marks for causal ones; convert to vllm"), "{note}");
+    // No layout of vLLM's has whole blocks and windows in some layers.
+    let (loads, note) = vllm(&marked([&sliding, &full], json!({})));
+    assert!(!loads && note.ends_with("layer_types marks for causal ones"), "{note}");
+    assert!(vllm(&marked([&sliding, &sliding], json!({"is_causal": true}))).0);
+    assert!(vllm(&marked([&sliding, &sliding], json!({"is_causal": false}))).0);
+    let (loads, note) = vllm(&with(
+        &golden("dflash2"),
+        json!({}),
+        json!({
+            "use_sliding_window": true, "sliding_window": WINDOW, "layer_types": [sliding, sliding],
+        }),
+    ));
+    assert!(!loads && !note.contains("convert"), "{note}");
+}
+
 #[test]
 fn use_swa_means_what_it_means_in_vllm() {
     let (zlab, target) = (fixture::zlab(), target(&golden("dflash")));
