@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use common::training::{GAMMA, Lessons, smoke, train};
-use common::{convert, deepspec_eval, repository, target_dir};
+use common::{deepspec_eval, repository, target_dir};
 use deepspec_checkpoint::{D2T, DraftVocab};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
@@ -399,22 +399,12 @@ fn slots_of_the_other_convention_are_named_in_either_direction() {
 
 #[test]
 fn causal_blocks_without_a_mark_are_named_and_so_are_whole_blocks_with_one() {
-    let (root, causal) = written(&Training { slots: SlotTarget::FillIn, causal: true, ..AS_USED });
-    let converted = |from: &Path, to: &str, name: &str| {
-        let dir = root.path().join(name);
-        let output = convert(from, to, &dir, &[]);
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        dir
-    };
-    // JetSpec's files have z-lab's layout, and the old ones no mark.
-    let (marked, flag) = (converted(&causal, "z-lab", "marked"), "is_causal");
-    assert_eq!(doctor(&converted(&marked, "reference", "read"), &[])["cause"], Value::Null);
-    let (_root, unmarked) = changed(&marked, |trained| {
+    let (_root, causal) = written(&Training { causal: true, ..AS_USED });
+    let flag = "is_causal";
+    assert_eq!(doctor(&causal, &[])["cause"], Value::Null);
+    let (_root, dir) = changed(&causal, |trained| {
         assert_eq!(trained.config.as_object_mut().unwrap().remove(flag), Some(json!(true)));
-        let inner = trained.config["dflash_config"].as_object_mut().unwrap();
-        inner.retain(|key, _| !key.starts_with("causal"));
     });
-    let dir = converted(&unmarked, "reference", "unmarked");
     assert_cause(&doctor(&dir, &[]), "block_mask", &["see only those before them"]);
     let (_root, dir) = misused(|trained| trained.config[flag] = json!(true));
     assert_cause(&doctor(&dir, &[]), "block_mask", &["see their whole block"]);

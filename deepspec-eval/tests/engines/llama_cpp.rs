@@ -329,7 +329,7 @@ fn llama_cpp_accepts_at_temperature_1_as_greedy_drafts_are() {
         args.extend(suites.iter().flat_map(|suite| ["--suite", suite.as_str()]));
         let dir = root.path().join(rule);
         let table = run_ok(drafter.to_str().unwrap(), &dir, &args);
-        assert_eq!(table.contains("Drafted tokens are the likeliest"), rule == "greedy", "{table}");
+        assert_eq!(table.contains("Drafted tokens are the drafter's likeliest"), rule == "greedy", "{table}");
         // All answers to a prompt form one sample, because they are similar.
         let mut samples: BTreeMap<(String, String), (f64, f64)> = BTreeMap::new();
         for row in traces(&dir.join("traces.parquet")) {

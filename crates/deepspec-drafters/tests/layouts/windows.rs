@@ -109,14 +109,6 @@ fn inspect_says_which_windows_vllm_reads() {
     assert!(!loads && note.ends_with("layer_types marks for causal ones"), "{note}");
     assert!(vllm(&marked([&sliding, &sliding], json!({"is_causal": true}))).0);
     assert!(vllm(&marked([&sliding, &sliding], json!({"is_causal": false}))).0);
-    let (loads, note) = vllm(&with(
-        &golden("dflash2"),
-        json!({}),
-        json!({
-            "use_sliding_window": true, "sliding_window": WINDOW, "layer_types": [sliding, sliding],
-        }),
-    ));
-    assert!(!loads && !note.contains("convert"), "{note}");
 }
 
 #[test]
