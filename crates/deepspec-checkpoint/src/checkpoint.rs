@@ -48,7 +48,7 @@ impl Checkpoint {
             false => Tensors::open(dir)?,
         };
         let (format, drafter) = layouts::read(&path, &map, &tensors, known)?;
-        let unread = UnreadOptions::new(&map, drafter.has_attention_sinks());
+        let unread = UnreadOptions::new(&map, &drafter);
         Ok(Self { dir: dir.to_path_buf(), format, drafter, tensors, unsupported: None, unread })
     }
 

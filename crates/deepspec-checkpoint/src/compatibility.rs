@@ -3,7 +3,6 @@
 
 use serde::Serialize;
 
-use crate::drafter::SGLANG_HAS_NO_USE_SWA;
 use crate::export::Engine;
 use crate::{Checkpoint, CheckpointFormat};
 
@@ -28,16 +27,13 @@ pub struct EngineCompatibility {
 /// Whether vLLM, SGLang, llama.cpp and speculators load a checkpoint.
 pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility> {
     let (drafter, format) = (checkpoint.drafter(), checkpoint.format());
-    // vLLM and speculators were not tried with layers without query and key norms. No engine was
+    // vLLM and speculators were not tried with layers without query and key norms, nor with windows as they are here. No engine was
     // tried with settings that only one format can express.
-    let usual = drafter.family.qk_norm && drafter.reason_not_convertible().is_none();
+    let usual =
+        drafter.family.qk_norm && drafter.reason_not_convertible().is_none() && !drafter.has_windows();
     let known = |name, version: Option<&'static str>, engine| {
         let status = drafter.kind.engine_support(engine, format);
-        let unread = match engine {
-            Engine::Sglang if drafter.has_windows() => Some(SGLANG_HAS_NO_USE_SWA),
-            _ => checkpoint.unread_by(engine),
-        };
-        let unread = unread.filter(|_| status.loads).map(|reason| {
+        let unread = checkpoint.unread_by(engine).filter(|_| status.loads).map(|reason| {
             let converts = drafter.reason_not_convertible().is_none()
                 && drafter.kind.engine_format(engine, drafter).is_ok();
             let remedy =

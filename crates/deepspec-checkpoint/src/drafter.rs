@@ -74,7 +74,8 @@ impl Drafter {
 }
 
 /// Why a drafter whose layers have sliding windows is not written for SGLang.
-pub const SGLANG_HAS_NO_USE_SWA: &str = "SGLang does not read use_swa, and its layers with a window have causal blocks unless is_causal is false; serve it with vLLM";
+pub const SGLANG_HAS_NO_USE_SWA: &str =
+    "SGLang does not read use_swa, and its layers with a window have causal blocks unless is_causal is false";
 
 /// The settings of a drafter kind.
 pub type Settings = Arc<dyn KindSettings>;

@@ -2,10 +2,11 @@
 
 use serde_json::{Map, Value};
 
-use crate::CheckpointError;
+use super::windows::USE_SWA;
 use crate::export::Engine;
 use crate::fields::Fields;
 use crate::shapes::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS};
+use crate::{CheckpointError, Drafter};
 
 /// Keys by which tools mark causal blocks, at the top level or in `dflash_config`: SpecForge and vLLM, NeMo AutoModel and
 /// ModelOpt, JetSpec.
@@ -49,10 +50,15 @@ pub struct UnreadOptions {
 }
 
 impl UnreadOptions {
-    /// Those of the config `map` of a drafter that has sinks or not.
-    pub fn new(map: &Map<String, Value>, has_sinks: bool) -> Self {
-        let config =
-            BlockConfig { outer: map, inner: map.get(INNER_KEY).and_then(Value::as_object), has_sinks };
+    /// Those of the config `map` of `drafter`.
+    pub fn new(map: &Map<String, Value>, drafter: &Drafter) -> Self {
+        let config = BlockConfig {
+            outer: map,
+            inner: map.get(INNER_KEY).and_then(Value::as_object),
+            has_sinks: drafter.has_attention_sinks(),
+            has_own_windows: drafter.has_windows()
+                && drafter.incompatibilities.iter().all(|found| found.key != "layer_types"),
+        };
         Self { vllm: config.unread_by_vllm(), sglang: config.unread_by_sglang() }
     }
 
@@ -71,6 +77,8 @@ struct BlockConfig<'a> {
     outer: &'a Map<String, Value>,
     inner: Option<&'a Map<String, Value>>,
     has_sinks: bool,
+    /// Whether marked layers mean here what the drafter was trained with. Other tools may have trained causal blocks in them.
+    has_own_windows: bool,
 }
 
 impl BlockConfig<'_> {
@@ -90,39 +98,57 @@ impl BlockConfig<'_> {
         self.outer.get("layer_types")?.as_array()
     }
 
+    /// Whether engines take some blocks for causal ones, because `layer_types` marks windows and no key says otherwise.
+    fn marks_whole_blocks(&self, says_causal: Option<bool>) -> bool {
+        self.has_own_windows && !self.is_causal() && says_causal.is_none() && self.marks().contains(&true)
+    }
+
+    /// Whether `layer_types` marks each layer.
+    fn marks(&self) -> Vec<bool> {
+        self.layer_types().into_iter().flatten().map(|kind| kind == "sliding_attention").collect()
+    }
+
     /// By vLLM 0.32 (`_dflash_layer_causal` of `qwen3_dflash.py`), in which layers with a window are causal unless a key says otherwise.
     fn unread_by_vllm(&self) -> Option<&'static str> {
-        let has_blocks = self.inner.is_some() || self.outer.contains_key("block_size");
         let says_causal = self.outer_flag("is_causal").or(self.inner_flag("causal"));
-        let windows = self.layer_types().into_iter().flatten().map(|kind| kind == "sliding_attention");
-        let (has_some, lacks_some) =
-            windows.fold((false, false), |(has, lacks), window| (has | window, lacks | !window));
+        if self.is_causal() && says_causal.is_none() && !all_and_some(&self.marks()) {
+            return Some("it reads causal blocks by is_causal and dflash_config.causal only");
+        }
+        if self.marks_whole_blocks(says_causal) {
+            return Some(MARKED);
+        }
         let reads_sinks = match self.inner.is_some_and(|inner| inner.contains_key(ATTENTION_SINK_BIAS)) {
             true => self.inner_flag(ATTENTION_SINK_BIAS),
             false => self.outer_flag(ADD_SWA_ATTENTION_SINK_BIAS),
         };
-        match (self.is_causal(), says_causal) {
-            (true, None) if !has_some || lacks_some => {
-                Some("it reads causal blocks by is_causal and dflash_config.causal only")
-            }
-            (false, None) if has_blocks && has_some => {
-                Some("it takes the blocks of layers that layer_types marks for causal ones")
-            }
-            _ if self.has_sinks && reads_sinks != Some(true) => Some(
-                "it reads attention sinks by dflash_config.attention_sink_bias and add_swa_attention_sink_bias only",
-            ),
-            _ => None,
-        }
+        (self.has_sinks && reads_sinks != Some(true)).then_some(
+            "it reads attention sinks by dflash_config.attention_sink_bias and add_swa_attention_sink_bias only",
+        )
     }
 
     /// By SGLang 0.5.23 (`models/dflash.py` and `dflash_utils.py`).
     fn unread_by_sglang(&self) -> Option<&'static str> {
-        if self.is_causal() && !(self.outer_flag("is_causal") == Some(true) && self.layer_types().is_some()) {
+        let says_causal = self.outer_flag("is_causal");
+        if self.inner_flag(USE_SWA) == Some(true) {
+            return Some("it does not read use_swa");
+        }
+        if self.is_causal() && !(says_causal == Some(true) && self.layer_types().is_some()) {
             return Some("it reads causal blocks by is_causal beside layer_types only");
+        }
+        if self.marks_whole_blocks(says_causal) {
+            return Some(MARKED);
         }
         (self.has_sinks && self.inner_flag(ATTENTION_SINK_BIAS) != Some(true))
             .then_some("it reads attention sinks by dflash_config.attention_sink_bias only")
     }
+}
+
+/// What engines do with marked layers.
+const MARKED: &str = "it takes the blocks of layers that layer_types marks for causal ones";
+
+/// Whether there are values, and all of them are true.
+fn all_and_some(values: &[bool]) -> bool {
+    !values.is_empty() && values.iter().all(|&value| value)
 }
 
 /// The flag that any of `keys` sets, at the top level or in `dflash_config`; false without these keys.

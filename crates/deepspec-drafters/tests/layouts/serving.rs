@@ -73,10 +73,6 @@ fn what_no_other_layout_says_was_not_tried_and_is_examined_all_the_same() {
         config["sliding_window"] = json!(64);
         config["use_sliding_window"] = json!(true);
     });
-    // Without a key, vLLM takes the blocks of such layers for causal ones.
-    let unsaid = vllm(&windowed);
-    assert!(!unsaid.loads && unsaid.note.contains("for causal ones"), "{}", unsaid.note);
-    let windowed = edited(&windowed, |config| config["is_causal"] = json!(false));
     assert!(vllm(&windowed).loads && vllm(&windowed).tried.is_none());
     says(windowed.path(), Engine::Vllm, "drafter", "not tried");
     says(windowed.path(), Engine::Vllm, "slots", "\"method\": \"dflash\"");

@@ -86,29 +86,36 @@ fn use_swa_is_read_and_written_for_tools_and_engines() {
     }
 }
 
-/// Whether vLLM loads the folder, and the note on it.
-fn vllm(folder: &Folder) -> (bool, String) {
+/// Whether the engine loads the folder, and the note on it. It was not tried with windows.
+fn told_of(engine: Engine, folder: &Folder) -> (bool, String) {
     let engines = engine_compatibility(&open_checkpoint(folder.path()).unwrap());
-    let found = engines.into_iter().find(|engine| engine.engine == "vLLM").unwrap();
+    let found = engines.into_iter().find(|found| found.engine == engine.to_string()).unwrap();
+    assert_eq!(found.tried, None, "{}", found.note);
     (found.loads, found.note)
 }
 
 #[test]
-fn inspect_says_which_windows_vllm_reads() {
+fn inspect_says_which_windows_engines_read() {
     let (vanilla, sliding) = (golden("dspark_vanilla"), json!("sliding_attention"));
     let marked = |types: [&Value; 2], keys: Value| {
         let marks = json!({"use_sliding_window": true, "sliding_window": WINDOW, "layer_types": types});
         with(&with(&vanilla, json!({}), marks), json!({}), keys)
     };
-    let full = json!("full_attention");
-    assert!(vllm(&use_swa(&vanilla)).0);
-    let (loads, note) = vllm(&marked([&sliding, &sliding], json!({})));
-    assert!(!loads && note.contains("layer_types marks for causal ones; convert to vllm"), "{note}");
-    // No layout of vLLM's has whole blocks and windows in some layers.
-    let (loads, note) = vllm(&marked([&sliding, &full], json!({})));
-    assert!(!loads && note.ends_with("layer_types marks for causal ones"), "{note}");
-    assert!(vllm(&marked([&sliding, &sliding], json!({"is_causal": true}))).0);
-    assert!(vllm(&marked([&sliding, &sliding], json!({"is_causal": false}))).0);
+    let (vllm, sglang) = (Engine::Vllm, Engine::Sglang);
+    assert!(told_of(vllm, &use_swa(&vanilla)).0);
+    let (loads, note) = told_of(sglang, &use_swa(&vanilla));
+    assert!(!loads && note == "it does not read use_swa", "{note}");
+    for engine in [vllm, sglang] {
+        let (loads, note) = told_of(engine, &marked([&sliding, &sliding], json!({})));
+        assert!(!loads && note.contains("layer_types marks for causal ones"), "{note}");
+        assert_eq!(note.ends_with("; convert to vllm"), engine == vllm, "{note}");
+        // No layout has whole blocks and windows in some layers.
+        let (loads, note) = told_of(engine, &marked([&sliding, &json!("full_attention")], json!({})));
+        assert!(!loads && note.ends_with("layer_types marks for causal ones"), "{note}");
+        for causal in [false, true] {
+            assert!(told_of(engine, &marked([&sliding, &sliding], json!({"is_causal": causal}))).0);
+        }
+    }
 }
 
 #[test]
