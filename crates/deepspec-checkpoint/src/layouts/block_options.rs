@@ -42,6 +42,9 @@ pub fn read_attention_sinks(fields: &Fields) -> Result<bool, CheckpointError> {
     read_shared_flag(fields, &SINK_KEYS)
 }
 
+/// The reason if an engine takes whole blocks for causal ones, because `layer_types` marks windows.
+const MARKED: &str = "it takes the blocks of layers that layer_types marks for causal ones";
+
 /// Why engines would run other blocks, or layers without sinks, for a config. None if an engine reads what the drafter has.
 #[derive(Debug, Clone, Copy)]
 pub struct UnreadOptions {
@@ -50,7 +53,7 @@ pub struct UnreadOptions {
 }
 
 impl UnreadOptions {
-    /// Those of the config `map` of `drafter`.
+    /// Compares the config `map` of `drafter` with the keys that engines read.
     pub fn new(map: &Map<String, Value>, drafter: &Drafter) -> Self {
         let config = BlockConfig {
             outer: map,
@@ -111,7 +114,9 @@ impl BlockConfig<'_> {
     /// By vLLM 0.32 (`_dflash_layer_causal` of `qwen3_dflash.py`), in which layers with a window are causal unless a key says otherwise.
     fn unread_by_vllm(&self) -> Option<&'static str> {
         let says_causal = self.outer_flag("is_causal").or(self.inner_flag("causal"));
-        if self.is_causal() && says_causal.is_none() && !all_and_some(&self.marks()) {
+        let marks = self.marks();
+        let marks_all = !marks.is_empty() && !marks.contains(&false);
+        if self.is_causal() && says_causal.is_none() && !marks_all {
             return Some("it reads causal blocks by is_causal and dflash_config.causal only");
         }
         if self.marks_whole_blocks(says_causal) {
@@ -141,14 +146,6 @@ impl BlockConfig<'_> {
         (self.has_sinks && self.inner_flag(ATTENTION_SINK_BIAS) != Some(true))
             .then_some("it reads attention sinks by dflash_config.attention_sink_bias only")
     }
-}
-
-/// What engines do with marked layers.
-const MARKED: &str = "it takes the blocks of layers that layer_types marks for causal ones";
-
-/// Whether there are values, and all of them are true.
-fn all_and_some(values: &[bool]) -> bool {
-    !values.is_empty() && values.iter().all(|&value| value)
 }
 
 /// The flag that any of `keys` sets, at the top level or in `dflash_config`; false without these keys.

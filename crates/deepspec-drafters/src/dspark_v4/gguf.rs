@@ -49,7 +49,7 @@ pub fn parts(settings: &DSparkV4Settings, drafter: &Drafter) -> Result<GgufParts
         ("attention.layer_norm_rms_epsilon", s.rms_norm_eps),
         (ROPE_BASE_KEY, s.rope_theta),
         ("expert_weights_scale", s.routed_scaling_factor),
-        // Of routed and shared experts; 0 is none.
+        // It clamps routed and shared experts alike. 0 means no clamp.
         ("swiglu_clamp_exp", s.swiglu_limit),
         ("hyper_connection.epsilon", s.hc_eps),
     ];
