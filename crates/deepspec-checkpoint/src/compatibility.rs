@@ -33,19 +33,18 @@ pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility>
         drafter.family.qk_norm && drafter.reason_not_convertible().is_none() && !drafter.has_windows();
     let known = |name, version: Option<&'static str>, engine| {
         let status = drafter.kind.engine_support(engine, format);
-        let unread = checkpoint.unread_by(engine).filter(|_| status.loads).map(|reason| {
-            let converts = drafter.reason_not_convertible().is_none()
-                && drafter.kind.engine_format(engine, drafter).is_ok();
-            let remedy =
-                if converts { format!("; convert to {}", engine.export_name()) } else { String::new() };
-            format!("{reason}{remedy}")
-        });
-        match unsupported_layers(checkpoint).or(unread) {
+        let unread = checkpoint.unread_by(engine).filter(|_| status.loads);
+        let reason = unread.or((!status.loads).then_some(status.note));
+        let refused = reason.map(|reason| format!("{reason}{}", remedy(checkpoint, engine)));
+        let tried = version.filter(|_| status.tried && usual);
+        match unsupported_layers(checkpoint) {
             Some(note) => EngineCompatibility { engine: name, tried: None, loads: false, note },
-            None => {
-                let tried = version.filter(|_| status.tried && usual);
-                EngineCompatibility { engine: name, tried, loads: status.loads, note: status.note.into() }
-            }
+            None => EngineCompatibility {
+                engine: name,
+                tried: tried.filter(|_| unread.is_none()),
+                loads: refused.is_none(),
+                note: refused.unwrap_or_else(|| status.note.into()),
+            },
         }
     };
     let gguf =
@@ -74,6 +73,20 @@ pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility>
             note: own.into(),
         },
     ]
+}
+
+/// The conversion that lets `engine` load a checkpoint that it does not load as it is. Empty if there is none.
+fn remedy(checkpoint: &Checkpoint, engine: Engine) -> String {
+    let drafter = checkpoint.drafter();
+    // In the reference's format a conversion adds what the engine asks for.
+    let changes = |format| {
+        format == CheckpointFormat::Reference
+            || format != checkpoint.format()
+            || checkpoint.unread_by(engine).is_some()
+    };
+    let converts = drafter.reason_not_convertible().is_none()
+        && drafter.kind.engine_format(engine, drafter).is_ok_and(changes);
+    if converts { format!("; convert to {}", engine.export_name()) } else { String::new() }
 }
 
 /// Says why engines cannot load these layers, or why that is unknown. None if an engine may load

@@ -11,8 +11,7 @@ pub const HEAD_KEYS: [&str; 4] =
 pub const GGUF_ARCHITECTURE: &str = "dflash";
 
 /// Why SGLang cannot load the speculators format.
-pub const SGLANG_REFUSAL: &str =
-    "speculators_model_type was refused when read (issues 30982, 34734); convert to sglang";
+pub const SGLANG_REFUSAL: &str = "speculators_model_type was refused when read (issues 30982, 34734)";
 
 /// Keys of `dflash_config`, with `block_size` added if the key is at the top level. Fails if `dflash_config` and the top level have
 /// different values.

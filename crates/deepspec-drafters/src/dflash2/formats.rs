@@ -196,16 +196,12 @@ impl KindSettings for DFlash2Settings {
             Engine::Sglang => match format {
                 Zlab => S::loads_untested("--speculative-algorithm DFLASH, with PR 35371"),
                 Speculators => S::not_loaded(SGLANG_REFUSAL),
-                Reference | Specforge | Modelopt | DeepseekV4 => {
-                    S::not_loaded("the class is not registered; convert to sglang")
-                }
+                Reference | Specforge | Modelopt | DeepseekV4 => S::not_loaded("the class is not registered"),
             },
             Engine::Vllm | Engine::LlamaCpp => match format {
                 Zlab => S::loads_as_tested("method dflash"),
                 Speculators => S::loads_untested("method dflash, with PR 53797"),
-                Reference | Specforge | Modelopt | DeepseekV4 => {
-                    S::not_loaded("the class is not registered; convert to vllm")
-                }
+                Reference | Specforge | Modelopt | DeepseekV4 => S::not_loaded("the class is not registered"),
             },
         }
     }

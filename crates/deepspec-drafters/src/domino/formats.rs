@@ -239,9 +239,7 @@ impl KindSettings for DominoFile {
             (Engine::Sglang, CheckpointFormat::Modelopt) => EngineSupport::loads_untested(
                 "--speculative-algorithm DFLASH, in bfloat16 on a GPU; it drafts one token less than a block has slots",
             ),
-            (Engine::Sglang, _) => {
-                EngineSupport::not_loaded("the class is not registered; convert to sglang")
-            }
+            (Engine::Sglang, _) => EngineSupport::not_loaded("the class is not registered"),
         }
     }
 }

@@ -418,16 +418,14 @@ impl KindSettings for DSparkSettings {
                 Reference if self.fills_in() && self.has_heads() => S::not_loaded(
                     "every slot drafts there, and no layout has heads beside slots that fill in",
                 ),
-                Reference if self.fills_in() => S::not_loaded("every slot drafts there; convert to sglang"),
-                Modelopt | DeepseekV4 => {
-                    S::not_loaded("it knows the heads by the reference's names; convert to sglang")
-                }
+                Reference if self.fills_in() => S::not_loaded("every slot drafts there"),
+                Modelopt | DeepseekV4 => S::not_loaded("it knows the heads by the reference's names"),
                 Zlab if self.fills_in() => S::loads_untested("--speculative-algorithm DFLASH"),
-                Zlab => S::not_loaded("slots of its DFLASH fill in; convert to sglang"),
+                Zlab => S::not_loaded("slots of its DFLASH fill in"),
                 Reference | Specforge if has_markov => S::loads_untested("--speculative-algorithm DSPARK"),
-                Reference | Specforge => S::not_loaded(
-                    "DSPARK needs markov_rank > 0; convert to sglang, which adds a head of zeros",
-                ),
+                Reference | Specforge => {
+                    S::not_loaded("DSPARK needs markov_rank > 0; a conversion adds a head of zeros")
+                }
             };
         }
         // The first condition that holds decides.
@@ -436,7 +434,7 @@ impl KindSettings for DSparkSettings {
                 S::loads_as_tested("method dflash")
             } else {
                 S::not_loaded(
-                    "every slot drafts, which z-lab's layout says within `dflash_config`, where vLLM refuses it; convert to vllm",
+                    "every slot drafts, which z-lab's layout says within `dflash_config`, where vLLM refuses it",
                 )
             };
         }
@@ -447,10 +445,10 @@ impl KindSettings for DSparkSettings {
             return S::not_loaded("its DSpark knows the vanilla Markov head only");
         }
         if format == Modelopt {
-            return S::not_loaded("it knows the heads by the reference's names; convert to vllm");
+            return S::not_loaded("it knows the heads by the reference's names");
         }
         if !has_markov {
-            let reason = "it stops without a Markov head; convert to vllm, which adds one of zeros";
+            let reason = "it stops without a Markov head; a conversion adds one of zeros";
             let was_tried = format == Reference && !self.fills_in();
             return if was_tried { S::not_loaded_as_tested(reason) } else { S::not_loaded(reason) };
         }

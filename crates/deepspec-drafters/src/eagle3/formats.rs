@@ -295,10 +295,10 @@ impl KindSettings for Eagle3Settings {
             },
             Engine::Vllm | Engine::LlamaCpp => match format {
                 Speculators => S::loads_as_tested("method eagle3"),
-                Reference | DeepseekV4 => S::not_loaded("the class is not registered; convert to vllm"),
-                Specforge => S::not_loaded(
-                    "it would capture the layers before those that eagle_config names; convert to vllm",
-                ),
+                Reference | DeepseekV4 => S::not_loaded("the class is not registered"),
+                Specforge => {
+                    S::not_loaded("it would capture the layers before those that eagle_config names")
+                }
                 Zlab | Modelopt => S::loads_untested("method eagle3"),
             },
         }

@@ -182,7 +182,7 @@ impl KindSettings for PEagleSettings {
             (Engine::Vllm, CheckpointFormat::Speculators) => {
                 EngineSupport::loads_as_tested("method eagle3 with parallel_drafting")
             }
-            (Engine::Vllm, _) => EngineSupport::not_loaded("the class is not registered; convert to vllm"),
+            (Engine::Vllm, _) => EngineSupport::not_loaded("the class is not registered"),
             _ => EngineSupport::not_loaded(reason_not_loaded(engine)),
         }
     }

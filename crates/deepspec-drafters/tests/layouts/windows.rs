@@ -115,6 +115,15 @@ fn inspect_says_which_windows_engines_read() {
         for causal in [false, true] {
             assert!(told_of(engine, &marked([&sliding, &sliding], json!({"is_causal": causal}))).0);
         }
+        // Windows of DFlash 2 are not converted.
+        let marks =
+            json!({"use_sliding_window": true, "sliding_window": WINDOW, "layer_types": [sliding, sliding]});
+        for (keys, remedy) in
+            [(json!({}), format!("; convert to {}", engine.export_name())), (marks, String::new())]
+        {
+            let (loads, note) = told_of(engine, &with(&golden("dflash2"), json!({}), keys));
+            assert_eq!((loads, note), (false, format!("the class is not registered{remedy}")));
+        }
     }
 }
 
