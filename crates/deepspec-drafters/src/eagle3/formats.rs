@@ -39,7 +39,7 @@ const KEYS: &[&str] = &[
     "draft_vocab_size",
     NORM_BEFORE_RESIDUAL,
     "norm_before_fc",
-    "fc_norm",
+    FC_NORM,
     "norm_output",
 ];
 
@@ -51,6 +51,9 @@ const MIDLAYER: &str = "midlayer.";
 
 /// Key of the flag whether the first residual is the normed state, in all formats.
 const NORM_BEFORE_RESIDUAL: &str = "norm_before_residual";
+
+/// Key of the flag whether each captured hidden state has a norm, in all formats.
+const FC_NORM: &str = "fc_norm";
 
 /// Why a class with Llama layers cannot load layers that have norms on queries and keys.
 const NO_QK_NORM: &str = "has no norms on queries and keys, and its loader would skip these weights silently";
@@ -163,9 +166,10 @@ impl KindSettings for Eagle3Settings {
             CheckpointFormat::Specforge if drafter.family.qk_norm => {
                 Some(format!("{SPECFORGE_CLASS} {NO_QK_NORM}"))
             }
-            CheckpointFormat::Specforge if !self.norms.is_original() => {
-                Some(format!("{SPECFORGE_CLASS} has no further norms ({})", self.norms.set_keys()))
-            }
+            // SpecForge's class reads fc_norm, too. SGLang's reads also the others but norm_before_residual.
+            CheckpointFormat::Specforge if !(Eagle3Norms { fc: false, ..self.norms }).is_original() => Some(
+                format!("{SPECFORGE_CLASS} has no further norms but fc_norm ({})", self.norms.set_keys()),
+            ),
             CheckpointFormat::Specforge if drafter.taps.len() != 3 => {
                 Some(format!("{SPECFORGE_CLASS} taps 3 layers, this one {}", drafter.taps.len()))
             }
@@ -211,6 +215,9 @@ impl KindSettings for Eagle3Settings {
         }
         let mut map = flat.clone();
         map.remove("layer_types");
+        if self.norms.fc {
+            map.insert(FC_NORM.into(), json!(true));
+        }
         map.extend(json_map([
             ("architectures", json!([SPECFORGE_CLASS])),
             ("ttt_length", json!(self.ttt_length)),
@@ -290,6 +297,9 @@ impl KindSettings for Eagle3Settings {
                 }
                 Reference | DeepseekV4 => {
                     S::not_loaded("it loads Eagle3 as SpecForge writes it, without norms on queries and keys")
+                }
+                Zlab | Specforge | Modelopt if self.norms.before_residual => {
+                    S::not_loaded("it does not read norm_before_residual")
                 }
                 Zlab | Specforge | Modelopt => S::loads_untested("--speculative-algorithm EAGLE3"),
             },

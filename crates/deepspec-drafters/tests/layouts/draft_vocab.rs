@@ -1,6 +1,6 @@
 //! Eagle3 with a reduced vocabulary in the layouts of SpecForge, EAGLE's own repository and speculators.
 
-use deepspec_checkpoint::CheckpointFormat;
+use deepspec_checkpoint::{CheckpointFormat, engine_compatibility};
 use deepspec_drafters::{DrafterOptions, load_drafter, open_checkpoint};
 use safetensors::tensor::Dtype;
 use serde_json::json;
@@ -112,10 +112,23 @@ fn further_norms_are_kept_where_a_layout_can_say_them() {
     assert_eq!(bytes(&back), bytes(&normed));
     let plain = converted(&golden("eagle3_qwen3"), CheckpointFormat::Speculators, Some(&target));
     assert_eq!(flag(&plain, "norm_before_residual"), json!(false), "vLLM takes an absent flag for true");
-    let llama = edited(&fixture::specforge_eagle3(), |config| config["norm_before_residual"] = json!(true));
+    let specforge = fixture::specforge_eagle3();
+    let llama = edited(&specforge, |config| config["norm_before_residual"] = json!(true));
+    let engines = engine_compatibility(&open_checkpoint(llama.path()).unwrap());
+    let sglang = engines.into_iter().find(|found| found.engine == "SGLang").unwrap();
+    assert!(!sglang.loads && sglang.note == "it does not read norm_before_residual", "{}", sglang.note);
     let reference = converted(&llama, CheckpointFormat::Reference, Some(&target));
     let told = refusal(&reference, CheckpointFormat::Specforge, Some(&target));
-    assert!(told.contains("no further norms (norm_before_residual)"), "{told}");
+    assert!(told.contains("no further norms but fc_norm (norm_before_residual)"), "{told}");
+
+    let with_tensors = edited_tensors(&specforge, |tensors| {
+        let norm = tensors["norm.weight"].clone();
+        tensors.extend((0..3).map(|i| (format!("fc_norm.{i}.weight"), norm.clone())));
+    });
+    let with_fc_norm = edited(&with_tensors, |config| config["fc_norm"] = json!(true));
+    let reference = converted(&with_fc_norm, CheckpointFormat::Reference, Some(&target));
+    let back = converted(&reference, CheckpointFormat::Specforge, Some(&target));
+    assert_eq!((flag(&back, "fc_norm"), bytes(&back)), (json!(true), bytes(&with_fc_norm)));
 }
 
 /// Norms before `fc` have tensors, and only one kind of them may be set.
