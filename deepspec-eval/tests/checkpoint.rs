@@ -326,11 +326,13 @@ fn xpress_is_inspected_and_goes_to_other_layouts_and_back() {
     assert!(!text.contains("problem"), "{text}");
     let measured = |drafter: &Path, name: &str| {
         let out = root.path().join(name);
-        run_ok(
+        let table = run_ok(
             drafter.to_str().unwrap(),
             &out,
             &["--suite", "smoke-math", "--limit", "2", "--max-new-tokens", "8"],
         );
+        let table = table.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(table.contains("No engine loads this drafter."), "{table}");
         (answers(&out), results(&out)["suites"][0]["counts"].clone())
     };
     let expected = measured(&own, "own-run");

@@ -57,15 +57,20 @@ fn a_run_reports_both_rules_as_two_runs_would() {
     for words in ["τ probabilistic", "τ greedy", "--draft-sampling probabilistic"] {
         assert!(table.contains(words), "{words} not in {table}");
     }
-    assert_says(&table, "SGLang does so by default for `DSPARK` and DFlash 2, and for Eagle3 with");
+    assert_says(
+        &table,
+        "vLLM does so with `draft_sample_method: probabilistic`. SGLang does so by default. Drafted tokens of τ greedy are the \
+         drafter's likeliest. vLLM does so by default. SGLang does so with `SGLANG_DSPARK_USE_GREEDY_DRAFT=1`. llama.cpp does \
+         so by default.",
+    );
+    let sglang =
+        json!({"engine": "SGLang", "draft_sampling": "probabilistic", "verify": "token", "settings": []});
+    assert!(found["engine_rules"].as_array().unwrap().contains(&sglang), "{}", found["engine_rules"]);
     let report = fs::read_to_string(dir.path().join("report.md")).unwrap();
     assert!(report.contains("Accepted length by draft rule") && report.contains("τ greedy"), "{report}");
 
     let (flipped, table) = evaluated(&draft, dir.path(), &["--draft-sampling", "greedy"]);
-    assert_says(
-        &table,
-        "llama.cpp does so, and vLLM by default. SGLang does so for DFlash and Domino, for Eagle3 by",
-    );
+    assert_says(&table, "llama.cpp does so by default. Drafted tokens of τ probabilistic are drawn from");
     let lengths =
         |metrics: &Value| ["accepted_length", "accepted_length_interval"].map(|key| metrics[key].clone());
     assert_eq!(lengths(other), lengths(&flipped["overall"]));
@@ -76,6 +81,7 @@ fn a_run_reports_both_rules_as_two_runs_would() {
     let (alone, table) = evaluated(&draft, dir.path(), &["--other-rule", "off"]);
     assert_eq!((lengths(&alone["overall"]), alone.get("other_rule")), (lengths(&found["overall"]), None));
     assert!(!table.contains("τ greedy"), "{table}");
+    assert_says(&table, "SGLang does so by default.");
     // At temperature 0 both rules are the same.
     let (greedy, _) = evaluated(&draft, dir.path(), &["--temperature", "0"]);
     assert_eq!(greedy.get("other_rule"), None);
@@ -132,11 +138,8 @@ fn blocks_are_verified_by_the_rule_that_is_asked_for() {
     let dir = tempfile::tempdir().unwrap();
     let draft = tiny("tiny-dspark");
     let engines = [
-        ("token", "SGLang does so by default for `DSPARK`"),
-        (
-            "block",
-            "SGLang does so for `DSPARK`, DFlash 2 and Eagle3 with `--speculative-use-block-verification`.",
-        ),
+        ("token", "SGLang does so by default."),
+        ("block", "SGLang does so with `--speculative-use-block-verification`."),
     ];
     let [token, block] = engines.map(|(rule, engines)| {
         let out = dir.path().join(rule);
@@ -147,7 +150,10 @@ fn blocks_are_verified_by_the_rule_that_is_asked_for() {
     });
     let greedy = ["--verify", "block", "--draft-sampling", "greedy"];
     let (_, table) = evaluated(&draft, &dir.path().join("greedy"), &[&HOT[..], &greedy].concat());
-    assert_says(&table, "`SGLANG_DSPARK_USE_GREEDY_DRAFT=1`. Greedy drafts gain nothing by it.");
+    assert_says(
+        &table,
+        "`SGLANG_DSPARK_USE_GREEDY_DRAFT=1`. Greedy drafts gain nothing by verification as a block.",
+    );
     assert_eq!((token["settings"].get("verify"), &block["settings"]["verify"]), (None, &json!("block")));
     let cycles = |found: &Value| found["suites"][0]["counts"]["accepted_at"].clone();
     assert_ne!(cycles(&token), cycles(&block), "the answers do not tell the rules apart");

@@ -75,6 +75,23 @@ pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility>
     ]
 }
 
+/// The engines that load the drafter: as it is, after a conversion, or within its target. Scaled rotary embeddings and the target's files,
+/// for which conversions may be refused, are not considered.
+pub fn loading_engines(checkpoint: &Checkpoint) -> Vec<Engine> {
+    let (drafter, as_it_is) = (checkpoint.drafter(), engine_compatibility(checkpoint));
+    let is_convertible = drafter.reason_not_convertible().is_none();
+    let loads = |engine: &Engine| {
+        let is_written = match engine {
+            Engine::LlamaCpp => drafter.kind.gguf_parts(drafter).is_ok(),
+            Engine::Vllm | Engine::Sglang => drafter.kind.engine_format(*engine, drafter).is_ok(),
+        };
+        is_convertible && is_written
+            || as_it_is.iter().any(|known| known.engine == engine.title() && known.loads)
+            || drafter.kind.is_loaded_within_target(*engine, drafter.family)
+    };
+    Engine::ALL.into_iter().filter(loads).collect()
+}
+
 /// The conversion that lets `engine` load a checkpoint that it does not load as it is. Empty if there is none.
 fn remedy(checkpoint: &Checkpoint, engine: Engine) -> String {
     let drafter = checkpoint.drafter();

@@ -241,6 +241,11 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     /// Returns the reason if llama.cpp cannot run it.
     fn gguf_parts(&self, drafter: &Drafter) -> Result<GgufParts, String>;
 
+    /// Whether the engine loads a drafter with layers of `family` within a target that runs here. `checkpoint merge-mtp` writes it there.
+    fn is_loaded_within_target(&self, _: Engine, _family: Family) -> bool {
+        false
+    }
+
     /// Whether vLLM or SGLang loads the drafter in this format, and how, or why not.
     fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport;
 }

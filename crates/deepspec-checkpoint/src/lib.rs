@@ -41,7 +41,7 @@ mod tensors;
 mod write;
 
 pub use checkpoint::Checkpoint;
-pub use compatibility::{EngineCompatibility, engine_compatibility};
+pub use compatibility::{EngineCompatibility, engine_compatibility, loading_engines};
 pub use convert::{Converted, convert};
 pub use draft_vocab::{D2T, DraftVocab};
 pub use drafter::{Drafter, Incompatibility, KindSettings, SGLANG_HAS_NO_USE_SWA, Settings, TensorShapes};

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
+use deepspec_checkpoint::Engine;
 use deepspec_core::cli::UsageError;
 use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target};
 use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions, families};
@@ -28,6 +29,7 @@ pub const CAUSAL_INFO: DrafterKindInfo = DrafterKindInfo {
         check: |dir| check_layers(&ModelConfig::load(dir)?),
         load: |dir, options| Ok(Box::new(CausalProposer::load(dir, options)?)),
         layouts: None,
+        engines: &Engine::ALL,
     }),
 };
 

@@ -16,6 +16,7 @@ mod drafter;
 mod dspark;
 mod dspark_v4;
 mod eagle3;
+mod engine_rules;
 mod mtp;
 mod peagle;
 mod registration;
@@ -59,6 +60,7 @@ pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe,
     Eagle3Settings, Supervise, metric_defs as eagle3_metric_defs,
 };
+pub use engine_rules::{EngineRule, engine_rules};
 pub use mtp::{Mtp, MtpConfig, MtpPlan, MtpProposer, MtpRecipe, MtpSettings, extract_mtp};
 pub use peagle::{
     DownSampling, PEagle, PEagleBatch, PEagleConfig, PEagleObjective, PEaglePlan, PEagleProposer,

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use deepspec_checkpoint::Reader;
+use deepspec_checkpoint::{Engine, Reader};
 use deepspec_core::config::{ConfigError, Document};
 use deepspec_models::{ModelError, families};
 use schemars::{Schema, SchemaGenerator};
@@ -46,6 +46,8 @@ pub struct CheckpointKind {
     pub load: LoadFn,
     /// Reader of all layouts, for `checkpoint inspect` and `convert`; None if these commands do not support the kind.
     pub layouts: Option<&'static Reader>,
+    /// Engines that load the checkpoints, of a kind without `layouts`.
+    pub engines: &'static [Engine],
 }
 
 /// A group of parameters that can be frozen.

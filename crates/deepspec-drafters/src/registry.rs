@@ -172,7 +172,7 @@ pub fn check_layout(dir: &Path) -> Result<(), ModelError> {
 }
 
 /// [`find_checkpoint_kind`], which also fails for unsupported attention, and for a folder without embedding and LM head.
-fn find_complete_checkpoint_kind(dir: &Path) -> Result<&'static CheckpointKind, ModelError> {
+pub(crate) fn find_complete_checkpoint_kind(dir: &Path) -> Result<&'static CheckpointKind, ModelError> {
     let known = find_checkpoint_kind(dir)?;
     let (path, map) = read_json(dir)?;
     if let Some(layouts) = known.layouts {

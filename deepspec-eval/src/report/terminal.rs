@@ -1,8 +1,8 @@
 //! Renders results as text tables for the terminal.
 
 use deepspec_core::cli;
+use deepspec_drafters::EngineRule;
 use deepspec_engine::{DraftSampling, Sampling, VerifyRule};
-use serde_json::json;
 
 use crate::results::{
     ContextRange, FiguresSource, Metrics, Results, Served, Settings, SuiteResult, Timing, collapse_advice,
@@ -151,44 +151,63 @@ pub fn lengths_by_context(results: &Results) -> Option<([&'static str; 5], Vec<V
     (!rows.is_empty()).then_some((["suite", "tokens before a cycle", "τ", "95 % interval", "cycles"], rows))
 }
 
-/// A sentence on how tokens were drafted and accepted, and those on which engines do so. SGLang's rules, from the sources of 0.5.23,
-/// differ by the kind of drafter. None without a drafter. None for blocks at temperature 0, where all their rules agree.
+/// Sentences on how tokens were drafted and accepted, and on the engines that do so under each rule that the report has. None without a
+/// drafter. None for blocks at temperature 0, where all their rules agree.
 fn draft_rule_note(results: &Results) -> Option<String> {
     let settings = &results.settings;
-    if results.served.is_none() && results.drafter.is_some() && settings.verify.tree_budget().is_some() {
+    if results.served.is_some() || results.drafter.is_none() {
+        return None;
+    }
+    if settings.verify.tree_budget().is_some() {
         return Some(tree_note(results));
     }
-    let all_agree = results.served.is_some()
-        || results.drafter.is_none()
-        || Sampling::new(settings.temperature, 0).is_greedy();
+    if Sampling::new(settings.temperature, 0).is_greedy() {
+        return None;
+    }
     let (sampling, rule) = (settings.draft_sampling, settings.verify);
-    let engines = match (sampling, rule) {
-        (DraftSampling::Probabilistic, VerifyRule::Token) => {
-            "vLLM does so with `draft_sample_method: probabilistic`. SGLang does so by default for `DSPARK` and DFlash 2, and \
-             for Eagle3 with `--speculative-use-rejection-sampling`"
+    let mut sentences = vec![format!(
+        "Drafted tokens are {sampling} (--draft-sampling {}) and verified {} (--verify {rule}).",
+        sampling_name(sampling),
+        rule.phrase()
+    )];
+    if let Some(rules) = &results.engine_rules {
+        sentences.push(engine_sentences(rules, sampling, rule));
+        if results.other_rule.is_some() && !rules.is_empty() {
+            let other = sampling.other();
+            sentences.push(format!("Drafted tokens of τ {} are {other}.", sampling_name(other)));
+            sentences.push(engine_sentences(rules, other, rule));
         }
-        (DraftSampling::Greedy, VerifyRule::Token) => {
-            "llama.cpp does so, and vLLM by default. SGLang does so for DFlash and Domino, for Eagle3 by default, and for \
-             `DSPARK` with `SGLANG_DSPARK_USE_GREEDY_DRAFT=1`"
+    }
+    if sampling == DraftSampling::Greedy && rule == VerifyRule::Block {
+        sentences.push("Greedy drafts gain nothing by verification as a block.".into());
+    }
+    Some(sentences.join(" "))
+}
+
+/// The value of `--draft-sampling`.
+fn sampling_name(sampling: DraftSampling) -> &'static str {
+    match sampling {
+        DraftSampling::Probabilistic => "probabilistic",
+        DraftSampling::Greedy => "greedy",
+    }
+}
+
+/// The engines that draft and verify in this way, and with which settings.
+fn engine_sentences(rules: &[EngineRule], sampling: DraftSampling, verify: VerifyRule) -> String {
+    let fitting = rules.iter().filter(|rule| (rule.draft_sampling, rule.verify) == (sampling, verify));
+    let sentences = fitting.map(|EngineRule { engine, settings, .. }| {
+        let settings: Vec<String> = settings.iter().map(|setting| format!("`{setting}`")).collect();
+        match settings.is_empty() {
+            true => format!("{engine} does so by default."),
+            false => format!("{engine} does so with {}.", settings.join(" and ")),
         }
-        (DraftSampling::Probabilistic, VerifyRule::Block) => {
-            "vLLM does so with `rejection_sample_method: block` and `draft_sample_method: probabilistic`. SGLang does so for \
-             `DSPARK`, DFlash 2 and Eagle3 with `--speculative-use-block-verification`"
-        }
-        (DraftSampling::Greedy, VerifyRule::Block) => {
-            "vLLM does so with `rejection_sample_method: block`. SGLang does so for `DSPARK` with \
-             `--speculative-use-block-verification` and `SGLANG_DSPARK_USE_GREEDY_DRAFT=1`. Greedy drafts gain nothing by it"
-        }
-        (_, VerifyRule::Tree(_)) => return None,
-    };
-    let values = json!([sampling, rule]);
-    let [by_sampling, by_rule] = [0, 1].map(|index| values[index].as_str().unwrap_or_default());
-    (!all_agree).then(|| {
-        format!(
-            "Drafted tokens are {sampling} (--draft-sampling {by_sampling}) and verified {} (--verify {by_rule}). {engines}.",
-            rule.phrase()
-        )
-    })
+    });
+    let sentences: Vec<String> = sentences.collect();
+    match sentences.is_empty() {
+        false => sentences.join(" "),
+        true if rules.is_empty() => "No engine loads this drafter.".into(),
+        true => "No engine that loads this drafter does so.".into(),
+    }
 }
 
 /// Sentences on the verification of trees.

@@ -13,6 +13,7 @@ use std::path::Path;
 use anyhow::Context;
 use deepspec_core::{atomic, usage};
 use deepspec_datasets::suites::Domain;
+use deepspec_drafters::EngineRule;
 use deepspec_engine::{AcceptanceStats, DraftSampling};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -62,6 +63,10 @@ pub struct Results {
     /// rules agree.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub other_rule: Option<OtherRule>,
+    /// How engines draft and verify with the drafter above temperature 0. Empty if no engine loads it. None without a
+    /// drafter, for a run by a server, and in results of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine_rules: Option<Vec<EngineRule>>,
     /// Reliability of the drafter's confidences, over the cycles of all suites.
     #[serde(default)]
     pub confidence: Option<ConfidenceResult>,
@@ -172,6 +177,7 @@ impl Results {
             overall,
             suites,
             other_rule: None,
+            engine_rules: None,
             confidence: None,
         }
     }

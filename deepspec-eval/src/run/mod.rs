@@ -84,6 +84,7 @@ pub fn evaluate(args: &Args, verbosity: Verbosity) -> anyhow::Result<Option<Resu
     let recorded = Settings { lanes: answers.replicas, ..settings.clone() };
     let mut results = Results::new(recorded, target, identity.cloned(), scored);
     results.other_rule = answers.other.map(|passes| score::score_other_rule(&suites, &passes, settings));
+    results.engine_rules = setup.draft_dir.as_deref().and_then(deepspec_drafters::engine_rules);
     results.confidence = score::score_confidence(&answers.drafted, block_size, settings);
     results.asked = asked;
     outputs::write_run_files(&args.output_dir, &setup.tokenizer, &suites, &answers.drafted, &results)?;

@@ -15,6 +15,8 @@ pub use model::Assistant;
 pub use proposer::AssistantProposer;
 pub use train::{build_plan, read_recipe};
 
+use deepspec_checkpoint::Engine;
+
 use crate::drafter::TREE_REFUSAL;
 use crate::registration::{CheckpointKind, DrafterKindInfo, ParamGroup};
 
@@ -40,5 +42,6 @@ pub const ASSISTANT_INFO: DrafterKindInfo = DrafterKindInfo {
         check: config::check_config,
         load: |dir, options| Ok(Box::new(AssistantProposer::load(dir, options)?)),
         layouts: None,
+        engines: &Engine::ALL,
     }),
 };

@@ -108,6 +108,7 @@ pub const fn checkpoint_kind<K: DrafterKind>(
             Ok(K::into_drafter(DraftModel::load_packed(dir, device, kind)?, slots))
         },
         layouts: Some(layouts),
+        engines: &[],
     }
 }
 

@@ -128,6 +128,11 @@ impl KindSettings for MtpSettings {
         Err(NO_ENGINE.into())
     }
 
+    fn is_loaded_within_target(&self, engine: Engine, family: Family) -> bool {
+        // Layers of Qwen3.5 and Qwen3.5-MoE.
+        family.may_have_output_gate() && engine != Engine::Sglang
+    }
+
     fn engine_support(&self, _: Engine, _: CheckpointFormat) -> EngineSupport {
         EngineSupport::not_loaded(NO_ENGINE)
     }

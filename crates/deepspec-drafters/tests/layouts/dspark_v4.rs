@@ -20,7 +20,7 @@ const EXPERTS: i64 = 12;
 const STAGES: usize = 2;
 
 /// A random drafter for the tiny target.
-fn drafter() -> Folder {
+pub fn drafter() -> Folder {
     let (folder, target) = (Folder::new(), asset("tiny-target"));
     let model = ModelConfig::load(&target).unwrap();
     let config = DSparkV4Config {

@@ -1,10 +1,17 @@
 //! The layouts that inference engines load.
 
-use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Engine, Target, convert_for_engine};
-use deepspec_drafters::open_checkpoint;
-use serde_json::json;
+use std::fs;
+use std::path::Path;
 
-use crate::common::{Folder, bytes, golden, target};
+use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Engine, Target, convert_for_engine};
+use deepspec_drafters::{engine_rules, open_checkpoint};
+use deepspec_engine::{DraftSampling, VerifyRule};
+use deepspec_testkit::tiny;
+use serde_json::{Value, json};
+
+use crate::common::{Folder, bytes, edited, fixture, golden, target};
+use crate::convert::converted;
+use crate::gguf::asset;
 
 #[test]
 fn each_engine_gets_the_layout_that_it_loads() {
@@ -135,4 +142,73 @@ fn scaled_rotary_embeddings_are_written_for_engines() {
         let told = scaled(scaling).unwrap_err();
         assert!(told.contains(words), "{told}");
     }
+}
+
+/// Engines by rule, probabilistic and greedy token by token, then both as a block. `set` is behind an engine that needs settings for it.
+fn engines_by_rule(dir: &Path) -> [String; 4] {
+    use DraftSampling::{Greedy, Probabilistic};
+    let rules = engine_rules(dir).unwrap();
+    [VerifyRule::Token, VerifyRule::Block]
+        .map(|verify| [(Probabilistic, verify), (Greedy, verify)])
+        .as_flattened()
+        .iter()
+        .map(|&wanted| {
+            let fitting = rules.iter().filter(|rule| (rule.draft_sampling, rule.verify) == wanted);
+            let named = fitting.map(|rule| match rule.settings.is_empty() {
+                true => rule.engine.clone(),
+                false => format!("{} set", rule.engine),
+            });
+            named.collect::<Vec<_>>().join(", ")
+        })
+        .collect::<Vec<_>>()
+        .try_into()
+        .unwrap()
+}
+
+#[test]
+fn each_kind_has_the_rules_of_the_engines_that_load_it() {
+    let fills_in = edited(&golden("dflash"), |config| config["sample_from_anchor"] = json!(false));
+    let three_taps = |config: &mut Value| config["target_layer_ids"] = json!([0, 2, 4]);
+    let llama = edited(&fixture::llama_eagle3(), three_taps);
+    let eagle3_target = target(&golden("eagle3_qwen3"));
+    let reduced = converted(&fixture::specforge_eagle3(), CheckpointFormat::Reference, Some(&eagle3_target));
+    let with_fc_norm = edited(&golden("peagle"), |config| config["fc_norm"] = json!(true));
+    let every =
+        ["vLLM set, SGLang", "vLLM, SGLang set, llama.cpp", "vLLM set, SGLang set", "vLLM set, SGLang set"];
+    let vllm_only = ["vLLM set", "vLLM", "vLLM set", "vLLM set"];
+    let greedy_beside_vllm = ["vLLM set", "vLLM, SGLang, llama.cpp", "vLLM set", "vLLM set"];
+    for (kind, folder, expected) in [
+        ("DSpark", golden("dspark_vanilla"), every),
+        ("DSpark, gated", golden("dspark_gated"), ["SGLang", "SGLang set", "SGLang set", "SGLang set"]),
+        ("DFlash", golden("dflash"), every),
+        ("DFlash, fill-in", fills_in, greedy_beside_vllm),
+        (
+            "DFlash 2",
+            golden("dflash2"),
+            ["vLLM set, SGLang", "vLLM, llama.cpp", "vLLM set, SGLang set", "vLLM set"],
+        ),
+        ("Domino", golden("domino"), ["", "SGLang", "", ""]),
+        ("xPress", golden("xpress"), [""; 4]),
+        ("xPress on DFlash 2", golden("xpress_dflash2"), [""; 4]),
+        ("DSpark of DeepSeek-V4", crate::dspark_v4::drafter(), ["", "llama.cpp", "", ""]),
+        ("Eagle3, Qwen3", golden("eagle3_qwen3"), vllm_only),
+        (
+            "Eagle3, Llama",
+            llama,
+            ["vLLM set, SGLang set", "vLLM, SGLang, llama.cpp", "vLLM set, SGLang set", "vLLM set"],
+        ),
+        ("Eagle3, reduced vocabulary", reduced, greedy_beside_vllm),
+        ("P-EAGLE", golden("peagle"), ["vLLM set", "vLLM", "", ""]),
+        ("P-EAGLE with fc_norm", with_fc_norm, [""; 4]),
+        ("MTP-1, Qwen3", golden("mtp"), [""; 4]),
+        ("MTP-1, Qwen3.5-MoE", golden("mtp_moe"), ["vLLM set", "vLLM, llama.cpp", "vLLM set", "vLLM set"]),
+    ] {
+        assert_eq!(engines_by_rule(folder.path()), expected, "{kind}");
+    }
+    let assistant = Folder::new().within("assistant");
+    fs::create_dir(assistant.path()).unwrap();
+    tiny::gemma4_assistant(assistant.path(), 64);
+    assert_eq!(engines_by_rule(assistant.path()), greedy_beside_vllm, "an assistant of Gemma 4");
+    assert_eq!(engines_by_rule(&asset("tiny-target")), greedy_beside_vllm, "a language model");
+    assert_eq!(engine_rules(fixture::zlab().path()), None, "a layout that is not run");
 }
