@@ -4,22 +4,24 @@
 
 mod common;
 
+use std::fs;
 use std::path::Path;
 
 use common::laws::{
     SLOTS, VOCAB, blocks, chi_square, decoder, drafter, drafter_of, dspark_v4, law, peagle, reduced_vocab,
     taps, target,
 };
-use deepspec_core::SlotTarget;
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, Convolution, DFlash2Proposer, DFlash2Settings, DSparkProposer, DSparkSettings,
-    DSparkV4Proposer, DominoProposer, DominoSettings, DraftDecoder, Eagle3Proposer, Eagle3Settings,
-    GruSettings, MarkovKind, MarkovSettings, MtpProposer, MtpSettings, PEagleProposer, XPressProposer,
-    XPressSettings,
+    AssistantProposer, BlockSpec, Convolution, DFlash2Proposer, DFlash2Settings, DSparkProposer,
+    DSparkSettings, DSparkV4Proposer, DominoProposer, DominoSettings, DraftDecoder, Drafter, DrafterOptions,
+    Eagle3Proposer, Eagle3Settings, GruSettings, MarkovKind, MarkovSettings, MtpProposer, MtpSettings,
+    PEagleProposer, XPressProposer, XPressSettings,
 };
 use deepspec_engine::{DraftRequest, Proposal, Proposer, VerifyRule};
 use deepspec_models::ModelConfig;
 use deepspec_testkit::tiny;
+use tch::{Device, Kind};
 
 /// A proposer that may report wrong sampling distributions.
 struct Told<P> {
@@ -62,16 +64,26 @@ fn chi_square_ratios<P: Proposer>(proposer: impl Fn(&Path) -> P) -> [f64; 2] {
     chi_square_ratios_under(VerifyRule::Token, proposer)
 }
 
-/// χ² of outputs with drafts of this proposer for a target's folder, divided by its 99.9 % quantile: as it is, and with a proposer that
-/// lies about its distributions.
+/// [`chi_square_ratios_of`] a random Qwen3, whose folder the proposer is for.
 fn chi_square_ratios_under<P: Proposer>(rule: VerifyRule, proposer: impl Fn(&Path) -> P) -> [f64; 2] {
-    let _guard = tch::no_grad_guard();
     let dir = tempfile::tempdir().unwrap();
     tiny::qwen3(dir.path(), VOCAB);
-    let law = law(&mut target(dir.path(), &[]));
+    chi_square_ratios_of(dir.path(), &taps(), (rule, 10_000), || proposer(dir.path()))
+}
+
+/// χ² of so many outputs of this target with drafts of this proposer, divided by its 99.9 % quantile: as it is, and with a proposer that
+/// lies about its distributions.
+fn chi_square_ratios_of<P: Proposer>(
+    target_dir: &Path,
+    taps: &[Tap],
+    samples: (VerifyRule, usize),
+    proposer: impl Fn() -> P,
+) -> [f64; 2] {
+    let _guard = tch::no_grad_guard();
+    let law = law(&mut target(target_dir, &[]));
     [false, true].map(|lies| {
-        let proposer = Told { inner: proposer(dir.path()), lies };
-        chi_square(target(dir.path(), &taps()), proposer, (rule, 10_000), &law)
+        let proposer = Told { inner: proposer(), lies };
+        chi_square(target(target_dir, taps), proposer, samples, &law)
     })
 }
 
@@ -170,4 +182,26 @@ fn with_p_eagle_and_a_reduced_vocabulary_the_first_tokens_have_the_targets_joint
 #[test]
 fn with_p_eagle_the_first_tokens_have_the_targets_joint_law() {
     assert_lossless(chi_square_ratios(|dir| PEagleProposer::new(drafter(dir, peagle(None)), SLOTS)));
+}
+
+/// Both models are random, so that the assistant is far from its target.
+#[test]
+fn with_assistants_of_gemma_4_the_first_tokens_have_the_targets_joint_law() {
+    let root = tempfile::tempdir().unwrap();
+    let [target, assistant] = ["target", "assistant"].map(|name| root.path().join(name));
+    for dir in [&target, &assistant] {
+        fs::create_dir(dir).unwrap();
+    }
+    tiny::gemma4_with_assistant(&target, &assistant, VOCAB);
+    let (device, kind) = (Device::Cpu, Kind::Float);
+    let options = DrafterOptions { device, kind, slots: SLOTS, target: Some(target.clone()) };
+    let load = || {
+        let mut drafter = AssistantProposer::load(&assistant, &options).unwrap();
+        drafter.set_draft_len(3);
+        drafter
+    };
+    let taps = load().taps().to_vec();
+    for rule in [VerifyRule::Token, VerifyRule::Block] {
+        assert_lossless(chi_square_ratios_of(&target, &taps, (rule, 8_000), load));
+    }
 }

@@ -16,8 +16,6 @@ const INTERMEDIATE_SIZE: usize = 64;
 const VOCAB_SIZE: usize = 640;
 /// Width inside an expert.
 const EXPERT_SIZE: usize = 16;
-/// Query heads of a full or sliding layer.
-const NUM_HEADS: usize = 16;
 /// Head size of the sliding layers and of the full ones.
 const HEAD_DIM: usize = 32;
 const GLOBAL_HEAD_DIM: usize = 64;
@@ -25,18 +23,64 @@ const GLOBAL_HEAD_DIM: usize = 64;
 /// Sliding window of [`gemma4`].
 const GEMMA4_WINDOW: usize = 300;
 
+/// Sizes of a [`gemma4`] or of its assistant.
+#[derive(Clone, Copy)]
+struct Gemma4Sizes {
+    vocab: usize,
+    hidden: usize,
+    intermediate: usize,
+    /// Query heads of a full or sliding layer.
+    heads: usize,
+}
+
+impl Gemma4Sizes {
+    /// Sizes of a target.
+    const fn target(vocab: usize, heads: usize) -> Self {
+        Self { vocab, hidden: HIDDEN_SIZE, intermediate: INTERMEDIATE_SIZE, heads }
+    }
+
+    /// Sizes of the assistant of a target with these: half as wide.
+    const fn of_assistant(self) -> Self {
+        Self { hidden: self.hidden / 2, intermediate: self.intermediate / 2, ..self }
+    }
+}
+
+const GEMMA4: Gemma4Sizes = Gemma4Sizes::target(VOCAB_SIZE, 16);
+
 /// Writes a random Gemma 4 to `dir`, with the golden tokenizer and template and a context of
 /// `longest` tokens. It has four layers (sliding, full, sliding, full; windows of 300 tokens). It
 /// is stored like a multimodal checkpoint, with a tensor of the vision part.
 pub fn gemma4(dir: &Path, longest: usize) {
+    write_gemma4(dir, GEMMA4, longest);
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        let from = golden::dir("templates_gemma4").join(file);
+        fs::copy(&from, dir.join(file)).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
+    }
+}
+
+/// Writes a random assistant of [`gemma4`] to `dir`: three layers (sliding, sliding, full), half as wide as the target. Its names are
+/// those of transformers.
+pub fn gemma4_assistant(dir: &Path, longest: usize) {
+    write_gemma4_assistant(dir, GEMMA4, longest);
+}
+
+/// Writes a random Gemma 4 to `target` and its random assistant to `assistant`, without a tokenizer. The vocabulary of `tokens` is
+/// small enough to compute exact distributions of outputs.
+pub fn gemma4_with_assistant(target: &Path, assistant: &Path, tokens: usize) {
+    let sizes = Gemma4Sizes::target(tokens, 4);
+    write_gemma4(target, sizes, 256);
+    write_gemma4_assistant(assistant, sizes, 256);
+}
+
+fn write_gemma4(dir: &Path, sizes: Gemma4Sizes, longest: usize) {
     let kinds = ["sliding_attention", "full_attention"].repeat(2);
     let mut tensors = vec![
-        ("model.language_model.embed_tokens.weight".to_string(), vec![VOCAB_SIZE, HIDDEN_SIZE]),
-        ("model.language_model.norm.weight".into(), vec![HIDDEN_SIZE]),
+        ("model.language_model.embed_tokens.weight".to_string(), vec![sizes.vocab, sizes.hidden]),
+        ("model.language_model.norm.weight".into(), vec![sizes.hidden]),
         ("model.vision_embedder.patch_dense.weight".into(), vec![3, 5]),
     ];
     for (layer, kind) in kinds.iter().enumerate() {
-        let own = gemma4_layer(kind, HIDDEN_SIZE, INTERMEDIATE_SIZE, true);
+        let own = gemma4_layer(kind, sizes, true);
         tensors.extend(
             own.into_iter()
                 .map(|(name, shape)| (format!("model.language_model.layers.{layer}.{name}"), shape)),
@@ -47,38 +91,33 @@ pub fn gemma4(dir: &Path, longest: usize) {
         "model_type": "gemma4_unified",
         "tie_word_embeddings": true,
         "vision_config": {"model_type": "gemma4_unified_vision"},
-        "text_config": gemma4_text_config(&kinds, HIDDEN_SIZE, INTERMEDIATE_SIZE, longest),
+        "text_config": gemma4_text_config(&kinds, sizes, longest),
     });
     write_model(dir, &config, &tensors);
-    for file in ["tokenizer.json", "tokenizer_config.json"] {
-        let from = golden::dir("templates_gemma4").join(file);
-        fs::copy(&from, dir.join(file)).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
-    }
 }
 
-/// Writes a random assistant of [`gemma4`] to `dir`: three layers (sliding, sliding, full), half as wide as the target. Its names are
-/// those of transformers.
-pub fn gemma4_assistant(dir: &Path, longest: usize) {
+/// Writes an assistant of a target of these sizes.
+fn write_gemma4_assistant(dir: &Path, target: Gemma4Sizes, longest: usize) {
     let kinds = ["sliding_attention", "sliding_attention", "full_attention"];
-    let (width, inner) = (HIDDEN_SIZE / 2, INTERMEDIATE_SIZE / 2);
+    let sizes = target.of_assistant();
     let mut tensors = vec![
-        ("model.embed_tokens.weight".to_string(), vec![VOCAB_SIZE, width]),
-        ("model.norm.weight".into(), vec![width]),
-        ("pre_projection.weight".into(), vec![width, 2 * HIDDEN_SIZE]),
-        ("post_projection.weight".into(), vec![HIDDEN_SIZE, width]),
+        ("model.embed_tokens.weight".to_string(), vec![sizes.vocab, sizes.hidden]),
+        ("model.norm.weight".into(), vec![sizes.hidden]),
+        ("pre_projection.weight".into(), vec![sizes.hidden, 2 * target.hidden]),
+        ("post_projection.weight".into(), vec![target.hidden, sizes.hidden]),
     ];
     for (layer, kind) in kinds.iter().enumerate() {
-        let own = gemma4_layer(kind, width, inner, false);
+        let own = gemma4_layer(kind, sizes, false);
         tensors.extend(own.into_iter().map(|(name, shape)| (format!("model.layers.{layer}.{name}"), shape)));
     }
-    let mut text = gemma4_text_config(&kinds, width, inner, longest);
+    let mut text = gemma4_text_config(&kinds, sizes, longest);
     text["num_kv_shared_layers"] = json!(kinds.len());
     text["final_logit_softcapping"] = Value::Null;
     let config = json!({
         "architectures": ["Gemma4UnifiedAssistantForCausalLM"],
         "model_type": "gemma4_unified_assistant",
         "tie_word_embeddings": true,
-        "backbone_hidden_size": HIDDEN_SIZE,
+        "backbone_hidden_size": target.hidden,
         "use_ordered_embeddings": false,
         "text_config": text,
     });
@@ -86,11 +125,12 @@ pub fn gemma4_assistant(dir: &Path, longest: usize) {
 }
 
 /// Tensors of a layer of [`gemma4`] of this kind, by their names within the layer.
-fn gemma4_layer(kind: &str, width: usize, inner: usize, has_keys: bool) -> Vec<(String, Vec<usize>)> {
+fn gemma4_layer(kind: &str, sizes: Gemma4Sizes, has_keys: bool) -> Vec<(String, Vec<usize>)> {
+    let Gemma4Sizes { hidden: width, intermediate: inner, heads, .. } = sizes;
     // Full layers have wider heads and one key/value head, whose keys are also the values.
     let (dim, key_value, own_value) =
         if kind == "full_attention" { (GLOBAL_HEAD_DIM, 1, None) } else { (HEAD_DIM, 2, Some("v")) };
-    let (queries, keys) = (NUM_HEADS * dim, key_value * dim);
+    let (queries, keys) = (heads * dim, key_value * dim);
     let own_keys = [("k", keys)].into_iter().chain(own_value.map(|v| (v, keys))).filter(|_| has_keys);
     let mut own: Vec<(String, Vec<usize>)> = [("q", queries)]
         .into_iter()
@@ -109,11 +149,12 @@ fn gemma4_layer(kind: &str, width: usize, inner: usize, has_keys: bool) -> Vec<(
 }
 
 /// Config of the text part of a [`gemma4`] with layers of these kinds.
-fn gemma4_text_config(kinds: &[&str], width: usize, inner: usize, longest: usize) -> Value {
+fn gemma4_text_config(kinds: &[&str], sizes: Gemma4Sizes, longest: usize) -> Value {
     json!({
-        "model_type": "gemma4_unified_text", "hidden_size": width, "intermediate_size": inner, "vocab_size": VOCAB_SIZE,
+        "model_type": "gemma4_unified_text", "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate, "vocab_size": sizes.vocab,
         "num_hidden_layers": kinds.len(), "layer_types": kinds, "sliding_window": GEMMA4_WINDOW,
-        "num_attention_heads": NUM_HEADS, "num_key_value_heads": 2, "head_dim": HEAD_DIM,
+        "num_attention_heads": sizes.heads, "num_key_value_heads": 2, "head_dim": HEAD_DIM,
         "num_global_key_value_heads": 1, "global_head_dim": GLOBAL_HEAD_DIM, "attention_k_eq_v": true,
         "final_logit_softcapping": 30.0, "max_position_embeddings": longest, "eos_token_id": [1, 6],
     })
