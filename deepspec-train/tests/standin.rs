@@ -4,15 +4,19 @@ mod common;
 
 use std::fs;
 
-use common::{Bench, gpu, start_until};
+use common::{Bench, DFLASH2, DSPARK_V4, gpu, start_until};
 use deepspec_capture::cache::verify;
 use deepspec_testkit::fake_gpu::{FakeGpu, Report};
+use deepspec_testkit::tiny;
 
 const DSPARK: &str = "name=t";
+const SINKS: &str = "drafter.dspark.attention_sinks=true";
 const DFLASH: &str =
     "drafter={dflash: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6}}";
 const DOMINO: &str = "drafter={domino: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, gru: {hidden_size: 16, rank: 8}}}";
 const EAGLE3: &str = "drafter={eagle3: {ttt_length: 3}}";
+/// Drafters of the first two tests. xPress, P-EAGLE, MTP-1 and assistants have tests of their own.
+const DRAFTERS: [&str; 7] = [DSPARK, SINKS, DSPARK_V4, DFLASH, DFLASH2, DOMINO, EAGLE3];
 const FEW: &str = "train.max_train_steps=5";
 
 fn set<'a>(changes: &[&'a str]) -> Vec<&'a str> {
@@ -59,16 +63,16 @@ fn as_on_the_cpu(gpu: FakeGpu, changes: &[&str], tolerance: f64) -> Report {
 }
 
 #[test]
-fn every_drafter_learns_as_on_the_cpu() {
-    for drafter in [DSPARK, DFLASH, DOMINO, EAGLE3] {
+fn drafters_learn_as_on_the_cpu() {
+    for drafter in DRAFTERS {
         let Some(gpu) = gpu() else { return };
         as_on_the_cpu(gpu, &[drafter, FEW], 1e-4);
     }
 }
 
 #[test]
-fn every_drafter_learns_in_bfloat16_too() {
-    for drafter in [DSPARK, DFLASH, DOMINO, EAGLE3] {
+fn drafters_learn_in_bfloat16_too() {
+    for drafter in DRAFTERS {
         let Some(gpu) = gpu() else { return };
         as_on_the_cpu(gpu, &[drafter, FEW, "train.precision=bf16"], 2e-2);
     }
@@ -103,6 +107,22 @@ fn mtp_1_learns_as_on_the_cpu() {
         bench.succeeds(&changes);
         assert_near(&bench.losses(), &cpu.losses(), tolerance);
     }
+}
+
+/// Its states come from a target beside it, which runs in bfloat16 on a GPU.
+#[test]
+fn an_assistant_learns_as_on_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let rows = Bench::new();
+    let target = rows.path("gemma4");
+    fs::create_dir(&target).unwrap();
+    tiny::gemma4(&target, 512);
+    let model = format!("target={{model: '{}', layer_ids: [1, 2]}}", target.display());
+    let input = format!("data.input=['{}']", rows.path("rows.jsonl").display());
+    let drafter = "drafter={gemma4_assistant: {hidden_size: 16, intermediate_size: 32, num_attention_heads: 16, \
+        layer_types: [sliding_attention, sliding_attention, full_attention]}}";
+    let (states, format, length) = ("data.states=online", "data.chat_template=gemma4", "data.max_length=512");
+    as_on_the_cpu(gpu, &[&model, drafter, FEW, &input, states, format, length], 3e-2);
 }
 
 #[test]

@@ -21,6 +21,14 @@ use tch::{Device, Kind};
 /// Number of steps of a whole run.
 pub const STEPS: usize = 24;
 
+/// The override for a DFlash 2.
+pub const DFLASH2: &str = "drafter={dflash2: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, selector: {rank: 8}}}";
+
+/// The override for a DSpark of DeepSeek-V4.
+pub const DSPARK_V4: &str = "drafter={dspark_v4: {block_size: 4, num_nextn_predict_layers: 1, mask_token_id: 1023, num_anchors: 6, \
+    markov_rank: 16, stage_config: {num_attention_heads: 2, head_dim: 16, qk_rope_head_dim: 8, q_lora_rank: 16, o_lora_rank: 16, \
+    o_groups: 2, sliding_window: 16, n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32}}}";
+
 pub fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }

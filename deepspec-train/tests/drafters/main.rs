@@ -9,7 +9,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use common::decoding::{greedy, loads};
-use common::{Bench, STEPS};
+use common::{Bench, DFLASH2, DSPARK_V4, STEPS};
 use deepspec_core::Tap;
 use deepspec_models::Weights;
 use deepspec_testkit::golden::{Values, arrays};
@@ -19,16 +19,11 @@ use tch::{Device, Kind};
 const EAGLE3: &str = "drafter={eagle3: {ttt_length: 3}}";
 const DFLASH: &str =
     "drafter={dflash: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6}}";
-const DFLASH2: &str = "drafter={dflash2: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, selector: {rank: 8}}}";
 
 const XPRESS: &str = "drafter={xpress: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, refiner: {rank: 16}}}";
 
 const XPRESS_ON_DFLASH2: &str = "drafter={xpress: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, \
     backbone: dflash2, refiner: {rank: 16}}}";
-
-const DSPARK_V4: &str = "drafter={dspark_v4: {block_size: 4, num_nextn_predict_layers: 1, mask_token_id: 1023, num_anchors: 6, \
-    markov_rank: 16, stage_config: {num_attention_heads: 2, head_dim: 16, qk_rope_head_dim: 8, q_lora_rank: 16, o_lora_rank: 16, \
-    o_groups: 2, sliding_window: 16, n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32}}}";
 
 fn set<'a>(changes: &[&'a str]) -> Vec<&'a str> {
     changes.iter().flat_map(|change| ["--set", change]).collect()
