@@ -6,9 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::training::{Lessons, smoke, write_mtp_drafter};
-use common::{
-    Answers, answers, assert_refused, conversation_rows, deepspec_eval, program, repository, results,
-};
+use common::{Answers, answered_rows, answers, assert_refused, deepspec_eval, program, repository, results};
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
 use tch::Tensor;
@@ -24,6 +22,11 @@ fn evaluated(target: &Path, draft: &str, out: &Path) -> (Answers, Value) {
     let output = deepspec_eval(&args);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     (answers(out), results(out))
+}
+
+/// τ of a run.
+fn accepted_length(found: &Value) -> f64 {
+    found["overall"]["accepted_length"].as_f64().unwrap()
 }
 
 #[test]
@@ -76,20 +79,11 @@ fn check_merged_layer(family: &str, class: &str) {
     let lessons =
         Lessons { target: target.clone(), suites: smoke(), rows: 0..2, tokens: 32, thinking: false };
     write_mtp_drafter(&lessons, &drafter, 150);
-    let merge = |from: &Path| {
-        let [from, target, out] = [from, &target, &merged].map(text);
-        deepspec_eval(&[
-            "checkpoint",
-            "merge-mtp",
-            "--draft",
-            &from,
-            "--target",
-            &target,
-            "--output-dir",
-            &out,
-        ])
+    let merge = |from: &Path, into: &Path, out: &Path| {
+        let [from, into, out] = [from, into, out].map(text);
+        deepspec_eval(&["checkpoint", "merge-mtp", "--draft", &from, "--target", &into, "--output-dir", &out])
     };
-    let output = merge(&drafter);
+    let output = merge(&drafter, &target, &merged);
     let told = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success() && told.contains("\"method\": \"mtp\""), "{told}");
     let tensors = |dir: &Path| Tensor::read_safetensors(dir.join("model.safetensors")).unwrap();
@@ -114,7 +108,7 @@ fn check_merged_layer(family: &str, class: &str) {
     *layers = 1.into();
     assert_eq!(config(&merged), expected);
     // A drafter of another kind is refused.
-    assert_refused(&merge(&repository("assets/tiny-dspark")), 2, &["DSpark", class]);
+    assert_refused(&merge(&repository("assets/tiny-dspark"), &target, &merged), 2, &["DSpark", class]);
 
     // 3. It drafts as the drafter does, and answers are those of plain decoding.
     let (plain, _) = evaluated(&merged, "none", &dir("plain"));
@@ -122,46 +116,37 @@ fn check_merged_layer(family: &str, class: &str) {
     let (from_target, own) = evaluated(&merged, "mtp", &dir("own"));
     assert_eq!(plain.len(), 6);
     assert!(plain == from_folder && plain == from_target);
-    let tau = own["overall"]["accepted_length"].as_f64().unwrap();
+    let tau = accepted_length(&own);
     assert!(tau > 1.5, "the drafter is too bad to show anything: τ {tau}");
     let counts = |found: &Value| -> Vec<Value> {
         found["suites"].as_array().unwrap().iter().map(|suite| suite["counts"].clone()).collect()
     };
     assert_eq!(counts(&own), counts(&folder));
 
-    // 4. Training starts from the extracted layer, whose folder the run leaves, and the target takes the trained one.
-    let tuned = fine_tuned(root.path(), &merged, &dir("own").join("mtp"));
-    let again = dir("again");
-    let [from, into, out] = [&tuned, &merged, &again].map(|path| text(path));
-    let output = deepspec_eval(&[
-        "checkpoint",
-        "merge-mtp",
-        "--draft",
-        &from,
-        "--target",
-        &into,
-        "--output-dir",
-        &out,
-    ]);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // 4. Training starts from the extracted layer, whose folder the run leaves, and the target takes the trained one. After so few
+    // steps the layer has much left to learn.
+    let [beginner, begun, again] = ["beginner", "begun", "again"].map(dir);
+    write_mtp_drafter(&lessons, &beginner, 30);
+    assert!(merge(&beginner, &target, &begun).status.success());
+    let (_, found) = evaluated(&begun, "mtp", &dir("begun-run"));
+    let before = accepted_length(&found);
+    fs::write(dir("rows.jsonl"), answered_rows(&dir("plain"))).unwrap();
+    let tuned = fine_tuned(root.path(), &begun, &dir("begun-run").join("mtp"));
+    assert!(merge(&tuned, &begun, &again).status.success());
     let (changed, learned) = (tensors(&again), tensors(&tuned));
     for name in ["fc.weight", "layers.0.post_attention_layernorm.weight"] {
         let (_, learned) = learned.iter().find(|(known, _)| known == name).unwrap();
         assert!(merged_tensor(&changed, name).equal(learned), "{name}");
     }
-    // So few steps move few values by as much as bfloat16 shows.
-    let matrices = of_layer.iter().filter(|(_, tensor)| tensor.dim() == 2);
-    let has_learned =
-        matrices.map(|(name, _)| !merged_tensor(&changed, name).equal(&merged_tensor(&new, name)));
-    let has_learned: Vec<bool> = has_learned.collect();
-    assert!(2 * has_learned.iter().filter(|&&learned| learned).count() > has_learned.len());
     let (from_tuned, found) = evaluated(&again, "mtp", &dir("tuned-run"));
     assert_eq!(from_tuned, plain);
-    let after = found["overall"]["accepted_length"].as_f64().unwrap();
-    assert!(after > 1.5, "training began elsewhere: τ {after}");
+    let after = accepted_length(&found);
+    assert!(after > before + 0.5, "training did not improve the layer: τ {before}, then {after}");
+    // From random weights these steps reach about 2.7.
+    assert!(after > 3.0, "training began elsewhere: τ {after}");
 
     // 5. The doctor finds nothing wrong.
-    let [suites, target, drafter] = [&repository("eval_datasets"), &target, &drafter].map(|path| text(path));
+    let [suites, target, drafter] = [&repository("eval_datasets"), &target, &tuned].map(|path| text(path));
     let output = deepspec_eval(
         &[
             &["checkpoint", "doctor", "--json", "--device", "cpu", "--temperature", "0", "--limit", "2"][..],
@@ -191,24 +176,24 @@ fn targets_without_an_mtp_layer_of_their_own_are_refused() {
     }
 }
 
-/// Trains the MTP layer in `from` for a few steps, with states that `target` computes. Returns the checkpoint.
+/// Trains the MTP layer in `from` on the rows in `root`, with states that `target` computes. Returns the checkpoint.
 fn fine_tuned(root: &Path, target: &Path, from: &Path) -> PathBuf {
-    fs::write(root.join("rows.jsonl"), conversation_rows(4)).unwrap();
     let recipe = json!({
         "name": "tuned",
         "target": {"model": target},
         "drafter": {"mtp": {"num_speculative_steps": 3}},
         "data": {"states": "online", "input": [root.join("rows.jsonl")], "chat_template": "qwen", "max_length": 256},
         "train": {
-            "lr": 1e-5, "precision": "fp32", "local_batch_size": 2, "global_batch_size": 2, "max_train_steps": 2,
+            "lr": 6e-3, "precision": "fp32", "local_batch_size": 3, "global_batch_size": 3, "max_train_steps": 40,
             "init_from": from,
         },
-        "logging": {"logging_steps": 1, "checkpointing_steps": 2, "output_dir": root.join("runs")},
+        "logging": {"logging_steps": 10, "checkpointing_steps": 40, "output_dir": root.join("runs")},
     });
     let file = root.join("recipe.yaml");
     fs::write(&file, recipe.to_string()).unwrap();
-    let output =
-        program("deepspec-train").arg("--config").arg(&file).args(["--device", "cpu"]).output().unwrap();
+    let mut training = program("deepspec-train");
+    training.env("OMP_NUM_THREADS", "1").arg("--config").arg(&file).args(["--device", "cpu"]);
+    let output = training.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     root.join("runs/tuned/step_latest")
 }

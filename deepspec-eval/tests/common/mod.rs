@@ -68,6 +68,25 @@ pub fn conversation_rows(count: usize) -> String {
     (0..count).map(row).collect()
 }
 
+/// Training rows of a run: the prompts of its rows, with the answers as they were generated.
+pub fn answered_rows(output_dir: &Path) -> String {
+    let read = |file: PathBuf| -> Vec<Value> {
+        let text = fs::read_to_string(file).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let row = |answer: Value| {
+        let suite = read(repository(&format!("eval_datasets/{}.jsonl", answer["suite"].as_str().unwrap())));
+        let asked = suite.iter().find(|row| row["id"] == answer["id"]).unwrap();
+        let said = json!([
+            {"role": "user", "content": asked["turns"][0]},
+            {"role": "assistant", "content": answer["text"], "token_ids": answer["token_ids"],
+                "finish_reason": answer["finish"]},
+        ]);
+        json!({"id": answer["id"], "conversations": said}).to_string() + "\n"
+    };
+    read(output_dir.join("outputs.jsonl")).into_iter().map(row).collect()
+}
+
 /// As [`run`], with another target.
 pub fn run_on(target: &Path, draft: &str, output_dir: &Path, args: &[&str]) -> Output {
     let suites = repository("eval_datasets");
