@@ -189,22 +189,12 @@ pub fn write_eagle3(dir: &Path) {
 
 /// [`write_eagle3`] with a reduced vocabulary, if one is given.
 pub fn write_eagle3_with_vocab(dir: &Path, draft_vocab: Option<&DraftVocab>) {
-    write_eagle3_for(&target_dir(), dir, (&[None, None], [0, 2, 5]), draft_vocab);
-}
-
-/// Writes an untrained Eagle3 drafter for `target`, with layers of these windows and these captured layers.
-pub fn write_eagle3_for(
-    target: &Path,
-    dir: &Path,
-    (windows, taps): (&[Option<usize>], [i64; 3]),
-    draft_vocab: Option<&DraftVocab>,
-) {
-    let model = ModelConfig::load(target).unwrap();
+    let target = ModelConfig::load(&target_dir()).unwrap();
     let config = Eagle3Config {
         decoder: DraftDecoder {
-            model: model.draft_decoder(windows).unwrap(),
-            taps: Tap::from_layer_ids(taps).unwrap(),
-            num_target_layers: model.layers.len(),
+            model: target.draft_decoder(&[None, None]).unwrap(),
+            taps: Tap::from_layer_ids([0, 2, 5]).unwrap(),
+            num_target_layers: target.layers.len(),
         },
         settings: Eagle3Settings {
             ttt_length: 4,
@@ -213,7 +203,7 @@ pub fn write_eagle3_for(
             ..Eagle3Settings::default()
         },
     };
-    let (embed, head) = load_embed_and_head(target, &model, Device::Cpu, Kind::Float).unwrap();
+    let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
     let model = Eagle3::fresh_with_draft_vocab(config, (&embed, &head), draft_vocab, 1, Kind::Float);
     fs::create_dir_all(dir).unwrap();
     save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();

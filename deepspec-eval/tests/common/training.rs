@@ -5,13 +5,16 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use deepspec_checkpoint::DraftVocab;
+use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
 use deepspec_drafters::{
     BlockSpec, ConfidenceSettings, DFlash2, DFlash2Config, DSparkConfig, DSparkObjective, DSparkPlan,
-    DSparkProposer, DSparkSettings, DraftDecoder, DrafterPlan, LossDenominator, LossRecipe, MtpConfig,
-    MtpPlan, MtpSettings, StepObjective, TrainSample, TrainableDrafter, XPress, XPressConfig, XPressSettings,
-    load_recipe, plan_drafter,
+    DSparkProposer, DSparkSettings, DraftDecoder, DrafterPlan, Eagle3Config, Eagle3Norms, Eagle3Objective,
+    Eagle3Plan, Eagle3Settings, LossDenominator, LossRecipe, MtpConfig, MtpPlan, MtpSettings, StepObjective,
+    Supervise, TrainSample, TrainableDrafter, XPress, XPressConfig, XPressSettings, load_recipe,
+    plan_drafter,
 };
 use deepspec_engine::{
     DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target, VerifyRule,
@@ -156,6 +159,49 @@ pub fn train(
         tch::no_grad(|| adam(trainee.as_ref(), &mut moments, step + 1, rate));
     }
     trainee
+}
+
+/// An Eagle3 of one layer for `target` that drafts 4 tokens.
+pub fn eagle3_plan(
+    target: &Path,
+    taps: &[Tap],
+    draft_vocab: Option<DraftVocab>,
+    norms: Eagle3Norms,
+) -> Eagle3Plan {
+    let model = ModelConfig::load(target).unwrap();
+    let config = Eagle3Config {
+        decoder: DraftDecoder {
+            model: model.draft_decoder(&[None]).unwrap(),
+            taps: taps.to_vec(),
+            num_target_layers: model.layers.len(),
+        },
+        settings: Eagle3Settings {
+            ttt_length: 4,
+            step_loss_decay: 0.8,
+            draft_vocab_size: draft_vocab.as_ref().map(|vocab| vocab.tokens().len() as i64),
+            norms,
+        },
+    };
+    let objective = Eagle3Objective {
+        supervise: Supervise::Labels,
+        step_loss_decay: 0.8,
+        normalization: LossNormalization::Global,
+    };
+    Eagle3Plan::new(config, objective).with_draft_vocab(draft_vocab)
+}
+
+/// Writes to `dir` an Eagle3 with this reduced vocabulary that has learned the answers to the prompts.
+pub fn write_eagle3_drafter(
+    lessons: &Lessons,
+    dir: &Path,
+    taps: [i64; 3],
+    draft_vocab: DraftVocab,
+    steps: usize,
+) {
+    let taps = Tap::from_layer_ids(taps).unwrap();
+    let plan = eagle3_plan(&lessons.target, &taps, Some(draft_vocab), Eagle3Norms::default());
+    let samples = lessons.samples(&taps, |out| (out.captured_states, out.hidden));
+    write_drafter(train(&plan, &lessons.target, steps, samples).as_ref(), dir);
 }
 
 /// Writes to `dir` an MTP-1 drafter of [`MTP_DRAFTS`] tokens that has learned the answers to the prompts.

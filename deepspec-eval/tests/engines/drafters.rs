@@ -4,13 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use deepspec_checkpoint::DraftVocab;
-use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockSpec, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DSparkV4Config, DSparkV4Plan,
-    DSparkV4Settings, DownSampling, DraftDecoder, DrafterPlan, Eagle3Config, Eagle3Norms, Eagle3Objective,
-    Eagle3Plan, Eagle3Settings, LossRecipe, MarkovKind, MarkovSettings, PEagleConfig, PEagleObjective,
-    PEaglePlan, PEagleSettings, StageSettings, Supervise,
+    DSparkV4Settings, DownSampling, DraftDecoder, DrafterPlan, Eagle3Norms, LossRecipe, MarkovKind,
+    MarkovSettings, PEagleConfig, PEagleObjective, PEaglePlan, PEagleSettings, StageSettings,
 };
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::conversations::tokenizers;
@@ -20,7 +18,7 @@ use tempfile::TempDir;
 
 use crate::LIMIT;
 use crate::common::gguf::dequantised;
-use crate::common::training::{Lessons, smoke, train};
+use crate::common::training::{Lessons, eagle3_plan, smoke, train};
 use crate::common::{dspark_v4_settings, repository, target_dir};
 
 /// A drafter from `assets` with a change.
@@ -100,27 +98,8 @@ pub fn eagle3_variant(
     draft_vocab: Option<DraftVocab>,
     norms: Eagle3Norms,
 ) -> TempDir {
-    let model = ModelConfig::load(target).unwrap();
     let taps = Tap::from_layer_ids(taps).unwrap();
-    let config = Eagle3Config {
-        decoder: DraftDecoder {
-            model: model.draft_decoder(&[None]).unwrap(),
-            taps: taps.clone(),
-            num_target_layers: model.layers.len(),
-        },
-        settings: Eagle3Settings {
-            ttt_length: 4,
-            step_loss_decay: 0.8,
-            draft_vocab_size: draft_vocab.as_ref().map(|vocab| vocab.tokens().len() as i64),
-            norms,
-        },
-    };
-    let objective = Eagle3Objective {
-        supervise: Supervise::Labels,
-        step_loss_decay: 0.8,
-        normalization: LossNormalization::Global,
-    };
-    taught(&Eagle3Plan::new(config, objective).with_draft_vocab(draft_vocab), target, &taps, steps)
+    taught(&eagle3_plan(target, &taps, draft_vocab, norms), target, &taps, steps)
 }
 
 /// 600 of the tiny target's 1,024 tokens: every seventh token cannot be drafted, and of the rest the last ones.

@@ -158,7 +158,7 @@ pub fn unsupported_layout_message(map: &Map<String, Value>, tensors: &Tensors) -
     if class.ends_with("ForCausalLM") && tensors.get("fc.weight").is_some() && lacks_norm && !has("midlayer.")
     {
         return Some(format!(
-            "{class} with `fc.weight`: a drafter in the layout of EAGLE's own repository, which is not read; an engine runs it, and \
+            "{class} with `fc.weight`: an EAGLE-1 or EAGLE-2 drafter, which is not read; an engine runs it, and \
              `deepspec-train` with `drafter: {{eagle3: …}}` trains one that is read here"
         ));
     }
@@ -166,7 +166,8 @@ pub fn unsupported_layout_message(map: &Map<String, Value>, tensors: &Tensors) -
         let pruned = map.get("draft_vocab_size").is_some() || has("d2t");
         let vocabulary = if pruned { " with a reduced vocabulary (d2t)" } else { "" };
         return Some(format!(
-            "{class}: an EAGLE-3 drafter in the layout of EAGLE's own repository{vocabulary}, which is not read; an engine runs it, and \
+            "{class}: an EAGLE drafter{vocabulary} of a class that is not read (EAGLE-3 has LlamaForCausalLM or \
+             LlamaForCausalLMEagle3); an engine runs it, and \
              `deepspec-train` with `drafter: {{eagle3: …}}` trains one that is read here"
         ));
     }
