@@ -4,6 +4,7 @@
 use serde::Serialize;
 
 use crate::export::Engine;
+use crate::rope::{engine_rope_parameters, llama_cpp_rope};
 use crate::{Checkpoint, CheckpointFormat};
 
 /// Versions of the engines that were tested.
@@ -37,7 +38,7 @@ pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility>
         let reason = unread.or((!status.loads).then_some(status.note));
         let refused = reason.map(|reason| format!("{reason}{}", remedy(checkpoint, engine)));
         let tried = version.filter(|_| status.tried && usual);
-        match unsupported_layers(checkpoint) {
+        match unsupported_layers(checkpoint, engine) {
             Some(note) => EngineCompatibility { engine: name, tried: None, loads: false, note },
             None => EngineCompatibility {
                 engine: name,
@@ -75,21 +76,31 @@ pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility>
     ]
 }
 
-/// The engines that load the drafter: as it is, after a conversion, or within its target. Scaled rotary embeddings and the target's files,
-/// for which conversions may be refused, are not considered.
+/// The engines that load the drafter: as it is, after a conversion, or within its target. The target's files, for which conversions may be
+/// refused, are not considered.
 pub fn loading_engines(checkpoint: &Checkpoint) -> Vec<Engine> {
     let (drafter, as_it_is) = (checkpoint.drafter(), engine_compatibility(checkpoint));
-    let is_convertible = drafter.reason_not_convertible().is_none();
     let loads = |engine: &Engine| {
-        let is_written = match engine {
-            Engine::LlamaCpp => drafter.kind.gguf_parts(drafter).is_ok(),
-            Engine::Vllm | Engine::Sglang => drafter.kind.engine_format(*engine, drafter).is_ok(),
-        };
-        is_convertible && is_written
+        is_written_for(checkpoint, *engine)
             || as_it_is.iter().any(|known| known.engine == engine.title() && known.loads)
-            || drafter.kind.is_loaded_within_target(*engine, drafter.family)
+            || drafter.kind.is_loaded_within_target(drafter.family)
     };
     Engine::ALL.into_iter().filter(loads).collect()
+}
+
+/// Whether the drafter and its rotary embeddings can be written in the layout of `engine`.
+fn is_written_for(checkpoint: &Checkpoint, engine: Engine) -> bool {
+    let drafter = checkpoint.drafter();
+    let is_written = match engine {
+        Engine::LlamaCpp => drafter.kind.gguf_parts(drafter).is_ok_and(|parts| {
+            parts.has_own_rope() || llama_cpp_rope(checkpoint, engine.export_name()).is_ok()
+        }),
+        Engine::Vllm | Engine::Sglang => {
+            drafter.kind.engine_format(engine, drafter).is_ok()
+                && engine_rope_parameters(checkpoint, engine.export_name()).is_ok()
+        }
+    };
+    is_written && drafter.reason_not_convertible().is_none()
 }
 
 /// The conversion that lets `engine` load a checkpoint that it does not load as it is. Empty if there is none.
@@ -101,15 +112,17 @@ fn remedy(checkpoint: &Checkpoint, engine: Engine) -> String {
             || format != checkpoint.format()
             || checkpoint.unread_by(engine).is_some()
     };
-    let converts = drafter.reason_not_convertible().is_none()
-        && drafter.kind.engine_format(engine, drafter).is_ok_and(changes);
-    if converts { format!("; convert to {}", engine.export_name()) } else { String::new() }
+    let does_change = drafter.kind.engine_format(engine, drafter).is_ok_and(changes);
+    match does_change && is_written_for(checkpoint, engine) {
+        true => format!("; convert to {}", engine.export_name()),
+        false => String::new(),
+    }
 }
 
 /// Says why engines cannot load these layers, or why that is unknown. None if an engine may load
 /// them. No engine supports drafters whose norms follow attention and MLP. Engines do not know the
 /// reference's classes if the layers lack query and key norms.
-fn unsupported_layers(checkpoint: &Checkpoint) -> Option<String> {
+fn unsupported_layers(checkpoint: &Checkpoint, engine: Engine) -> Option<String> {
     let family = checkpoint.drafter().family;
     if let Some((key, reason)) = checkpoint.unsupported() {
         return Some(format!("not known, for `{key}` is not run here: {reason}"));
@@ -117,7 +130,7 @@ fn unsupported_layers(checkpoint: &Checkpoint) -> Option<String> {
     match checkpoint.format() {
         _ if !family.pre_norm => Some(format!("no engine's drafter has {family} layers")),
         CheckpointFormat::Reference if !family.qk_norm => {
-            Some(format!("no engine knows this class with {family} layers"))
+            Some(format!("no engine knows this class with {family} layers{}", remedy(checkpoint, engine)))
         }
         _ => None,
     }

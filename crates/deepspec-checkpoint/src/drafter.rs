@@ -241,8 +241,8 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     /// Returns the reason if llama.cpp cannot run it.
     fn gguf_parts(&self, drafter: &Drafter) -> Result<GgufParts, String>;
 
-    /// Whether the engine loads a drafter with layers of `family` within a target that runs here. `checkpoint merge-mtp` writes it there.
-    fn is_loaded_within_target(&self, _: Engine, _family: Family) -> bool {
+    /// Whether engines load a drafter with layers of `family` within a target that runs here. `checkpoint merge-mtp` writes it there.
+    fn is_loaded_within_target(&self, _family: Family) -> bool {
         false
     }
 

@@ -85,7 +85,7 @@ impl<'a> GgufExport<'a> {
         let fields = Fields::new(&path, &drafter.decoder);
         let heads = Heads::of(&fields, &drafter)?;
         let is_own = |key: &str| parts.keys.iter().any(|(own, _)| *own == key);
-        let rope = match is_own(ROPE_BASE_KEY) {
+        let rope = match parts.has_own_rope() {
             true => None,
             false => Some(rope::llama_cpp_rope(source, FORMAT_NAME)?),
         };

@@ -49,6 +49,13 @@ pub struct GgufParts {
     pub interleaved_rope: bool,
 }
 
+impl GgufParts {
+    /// Whether the kind has rotary embeddings of its own.
+    pub(crate) fn has_own_rope(&self) -> bool {
+        self.keys.iter().any(|(key, _)| *key == ROPE_BASE_KEY)
+    }
+}
+
 /// Builds a JSON map of these keys and values.
 pub fn json_map<const N: usize>(pairs: [(&str, Value); N]) -> Map<String, Value> {
     pairs.into_iter().map(|(key, value)| (key.to_string(), value)).collect()

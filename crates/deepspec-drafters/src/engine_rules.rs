@@ -44,10 +44,12 @@ static SGLANG_DSPARK: [Rule; 4] = [
     (Greedy, Block, &[SGLANG_BLOCK, SGLANG_GREEDY]),
 ];
 static SGLANG_DFLASH2: [Rule; 2] = [(Probabilistic, Token, &[]), (Probabilistic, Block, &[SGLANG_BLOCK])];
-static SGLANG_EAGLE3: [Rule; 3] = [
-    (Greedy, Token, &[]),
-    (Probabilistic, Token, &["--speculative-use-rejection-sampling"]),
-    (Probabilistic, Block, &[SGLANG_BLOCK]),
+/// Without it, SGLang grows trees for targets of Llama.
+const SGLANG_CHAIN: &str = "--speculative-eagle-topk 1";
+static SGLANG_EAGLE: [Rule; 3] = [
+    (Greedy, Token, &[SGLANG_CHAIN]),
+    (Probabilistic, Token, &[SGLANG_CHAIN, "--speculative-use-rejection-sampling"]),
+    (Probabilistic, Block, &[SGLANG_CHAIN, SGLANG_BLOCK]),
 ];
 
 /// The only rule of llama.cpp, and of SGLang with all other drafters.
@@ -84,9 +86,10 @@ fn rules(engine: Engine, drafter: Option<&Drafter>) -> &'static [Rule] {
         Engine::Sglang if drafter.is_some_and(|drafter| drafter.kind.method() == "dspark") => &SGLANG_DSPARK,
         Engine::Sglang if is("dflash2") => &SGLANG_DFLASH2,
         // Its rejection sampling refuses a reduced vocabulary.
-        Engine::Sglang if is("eagle3") && drafter.is_some_and(|drafter| !drafter.has_reduced_vocab()) => {
-            &SGLANG_EAGLE3
+        Engine::Sglang if is("eagle3") && drafter.is_some_and(Drafter::has_reduced_vocab) => {
+            &SGLANG_EAGLE[..1]
         }
+        Engine::Sglang if is("eagle3") || is("mtp") => &SGLANG_EAGLE,
         Engine::Sglang => &GREEDY_ONLY,
     }
 }

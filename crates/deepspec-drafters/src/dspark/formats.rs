@@ -423,9 +423,7 @@ impl KindSettings for DSparkSettings {
                 Zlab if self.fills_in() => S::loads_untested("--speculative-algorithm DFLASH"),
                 Zlab => S::not_loaded("slots of its DFLASH fill in"),
                 Reference | Specforge if has_markov => S::loads_untested("--speculative-algorithm DSPARK"),
-                Reference | Specforge => {
-                    S::not_loaded("DSPARK needs markov_rank > 0; a conversion adds a head of zeros")
-                }
+                Reference | Specforge => S::not_loaded("DSPARK needs markov_rank > 0"),
             };
         }
         // The first condition that holds decides.
@@ -448,7 +446,7 @@ impl KindSettings for DSparkSettings {
             return S::not_loaded("it knows the heads by the reference's names");
         }
         if !has_markov {
-            let reason = "it stops without a Markov head; a conversion adds one of zeros";
+            let reason = "it stops without a Markov head";
             let was_tried = format == Reference && !self.fills_in();
             return if was_tried { S::not_loaded_as_tested(reason) } else { S::not_loaded(reason) };
         }

@@ -128,9 +128,9 @@ impl KindSettings for MtpSettings {
         Err(NO_ENGINE.into())
     }
 
-    fn is_loaded_within_target(&self, engine: Engine, family: Family) -> bool {
-        // Layers of Qwen3.5 and Qwen3.5-MoE.
-        family.may_have_output_gate() && engine != Engine::Sglang
+    fn is_loaded_within_target(&self, family: Family) -> bool {
+        // Layers of Qwen3.5 and Qwen3.5-MoE, in SGLang by its sources.
+        family.may_have_output_gate()
     }
 
     fn engine_support(&self, _: Engine, _: CheckpointFormat) -> EngineSupport {

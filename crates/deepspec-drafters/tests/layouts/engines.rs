@@ -3,7 +3,9 @@
 use std::fs;
 use std::path::Path;
 
-use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Engine, Target, convert_for_engine};
+use deepspec_checkpoint::{
+    CheckpointError, CheckpointFormat, Engine, Target, convert_for_engine, engine_compatibility,
+};
 use deepspec_drafters::{engine_rules, open_checkpoint};
 use deepspec_engine::{DraftSampling, VerifyRule};
 use deepspec_testkit::tiny;
@@ -176,6 +178,7 @@ fn each_kind_has_the_rules_of_the_engines_that_load_it() {
     let every =
         ["vLLM set, SGLang", "vLLM, SGLang set, llama.cpp", "vLLM set, SGLang set", "vLLM set, SGLang set"];
     let vllm_only = ["vLLM set", "vLLM", "vLLM set", "vLLM set"];
+    let eagle = ["vLLM set, SGLang set", "vLLM, SGLang set, llama.cpp", "vLLM set, SGLang set", "vLLM set"];
     let greedy_beside_vllm = ["vLLM set", "vLLM, SGLang, llama.cpp", "vLLM set", "vLLM set"];
     for (kind, folder, expected) in [
         ("DSpark", golden("dspark_vanilla"), every),
@@ -192,16 +195,12 @@ fn each_kind_has_the_rules_of_the_engines_that_load_it() {
         ("xPress on DFlash 2", golden("xpress_dflash2"), [""; 4]),
         ("DSpark of DeepSeek-V4", crate::dspark_v4::drafter(), ["", "llama.cpp", "", ""]),
         ("Eagle3, Qwen3", golden("eagle3_qwen3"), vllm_only),
-        (
-            "Eagle3, Llama",
-            llama,
-            ["vLLM set, SGLang set", "vLLM, SGLang, llama.cpp", "vLLM set, SGLang set", "vLLM set"],
-        ),
-        ("Eagle3, reduced vocabulary", reduced, greedy_beside_vllm),
+        ("Eagle3, Llama", llama, eagle),
+        ("Eagle3, reduced vocabulary", reduced, ["vLLM set", eagle[1], "vLLM set", "vLLM set"]),
         ("P-EAGLE", golden("peagle"), ["vLLM set", "vLLM", "", ""]),
         ("P-EAGLE with fc_norm", with_fc_norm, [""; 4]),
         ("MTP-1, Qwen3", golden("mtp"), [""; 4]),
-        ("MTP-1, Qwen3.5-MoE", golden("mtp_moe"), ["vLLM set", "vLLM, llama.cpp", "vLLM set", "vLLM set"]),
+        ("MTP-1, Qwen3.5-MoE", golden("mtp_moe"), eagle),
     ] {
         assert_eq!(engines_by_rule(folder.path()), expected, "{kind}");
     }
@@ -211,4 +210,23 @@ fn each_kind_has_the_rules_of_the_engines_that_load_it() {
     assert_eq!(engines_by_rule(assistant.path()), greedy_beside_vllm, "an assistant of Gemma 4");
     assert_eq!(engines_by_rule(&asset("tiny-target")), greedy_beside_vllm, "a language model");
     assert_eq!(engine_rules(fixture::zlab().path()), None, "a layout that is not run");
+}
+
+#[test]
+fn a_conversion_is_offered_where_there_is_one() {
+    let told = |engine: Engine, folder: &Folder| {
+        let engines = engine_compatibility(&open_checkpoint(folder.path()).unwrap());
+        engines.into_iter().find(|found| found.engine == engine.to_string()).unwrap().note
+    };
+    let eagle3 = edited(&fixture::llama_eagle3(), |config| config["target_layer_ids"] = json!([0, 2, 4]));
+    let scaled =
+        |scaling: Value| edited(&golden("dflash2"), |config| config["rope_scaling"] = scaling.clone());
+    let read_otherwise =
+        scaled(json!({"rope_type": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}));
+    for engine in [Engine::Vllm, Engine::Sglang] {
+        let remedy = format!("; convert to {}", engine.export_name());
+        assert!(told(engine, &eagle3).ends_with(&remedy), "{}", told(engine, &eagle3));
+        assert!(told(engine, &scaled(json!({"rope_type": "yarn", "factor": 2.0}))).ends_with(&remedy));
+        assert_eq!(told(engine, &read_otherwise), "the class is not registered");
+    }
 }
