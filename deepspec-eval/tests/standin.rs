@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use common::{
-    Answers, answers, drafter_config, repository, run_ok, run_on, target_dir, write_bigram_drafter,
+    Answers, answers, drafter_config, repository, results, run_ok, run_on, target_dir, write_bigram_drafter,
     write_domino, write_drafter, write_dspark_v4, write_eagle3, write_mtp, write_peagle, write_xpress,
 };
 use deepspec_checkpoint::ATTENTION_SINK_BIAS;
@@ -110,11 +110,16 @@ fn an_assistant_answers_as_on_the_cpu() {
     }
     tiny::gemma4(&target, 1024);
     tiny::gemma4_assistant(&assistant, 1024);
-    let output = run_on(&target, "none", &cpu, &FEW);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let draft = assistant.display().to_string();
+    let output = run_on(&target, &draft, &cpu, &FEW);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let Some((found, _)) = target_on_gpu(&target, &draft, &gpu, &["--dtype", "float32"]) else { return };
     assert_eq!(found, answers(&cpu));
+    // Wrong drafts change the counts, and not the answers.
+    let counts = |dir: &Path| -> Vec<Value> {
+        results(dir)["suites"].as_array().unwrap().iter().map(|suite| suite["counts"].clone()).collect()
+    };
+    assert_eq!(counts(&gpu), counts(&cpu));
 }
 
 /// If memory does not suffice for all answers at once, they run one after the other. If it does not

@@ -71,7 +71,7 @@ fn chi_square_ratios_under<P: Proposer>(rule: VerifyRule, proposer: impl Fn(&Pat
     chi_square_ratios_of(dir.path(), &taps(), (rule, 10_000), || proposer(dir.path()))
 }
 
-/// χ² of so many outputs of this target with drafts of this proposer, divided by its 99.9 % quantile: as it is, and with a proposer that
+/// χ² of so many outputs of this target with drafts of this proposer, divided by its 99.9 % quantile. The second one has a proposer that
 /// lies about its distributions.
 fn chi_square_ratios_of<P: Proposer>(
     target_dir: &Path,
