@@ -9,6 +9,7 @@
     scripts/ablations.py plots                              draws the page's tables into docs/images; runs nothing
     scripts/ablations.py kinds --target M --suite F --mask-token-id N [--rates 1e-3] [--set KEY=VALUE]...
                                                             compares the kinds on another target
+    scripts/ablations.py assistants --target M              the assistant of a Gemma 4 beside other kinds
 
 Uses the cache in the folder that --demo names, as scripts/demo.sh leaves one, whichever layers it taps. An existing run
 is not repeated, so a killed script goes on where it stopped. Every run trains on one thread and is evaluated on the 144
@@ -18,7 +19,6 @@ held-out smoke prompts, or on the prompts of --suite, at temperature 1.
 import argparse
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -30,7 +30,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ablations_plots
+from ablations_results import RULES, SEEDS, Accepted, by_rule, interval, mean
 from ablations_rows import (
+    ASSISTANTS,
+    ASSISTANT_CACHE,
     BLOCK,
     DEEPENED,
     DEPTHS,
@@ -51,9 +54,6 @@ from ablations_rows import (
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-SEEDS = (1, 2, 3)
-# Two-sided 95 % quantile of Student's t with len(SEEDS) - 1 = 2 degrees of freedom.
-T_QUANTILE = 4.303
 RATES = ("2.5e-3", "5e-3", "1e-2")
 RECIPE = "recipe"
 TOY = "assets/tiny-target"
@@ -63,7 +63,7 @@ LENGTHS = (250, 500, 1000, 2000)
 SHORT = 500
 VARIED = 250
 TIMED = (20, 70)
-# On other targets, whose steps may take seconds.
+# On targets that have suites of their own. Their steps may take seconds.
 TIMED_ELSEWHERE = (2, 12)
 
 
@@ -107,7 +107,7 @@ class Bench:
             self.call("deepspec-train", *self.training(drafter, name, seed, steps, *own_rate, *sets))
             self.evaluate(self.out / name / "step_latest", results.parent, "--verify", verify)
             print(f"{name} done", file=sys.stderr, flush=True)
-        return accepted_length(results)
+        return Accepted(results)
 
     def evaluate(self, draft, out, *flags):
         suites = [f"--suite={suite}" for suite in self.suites]
@@ -117,7 +117,7 @@ class Bench:
         )
 
     def with_passes(self, name, count):
-        """Accepted length of a trained xPress with another number of passes."""
+        """Accepted lengths of a trained xPress with another number of passes."""
         results = self.out / f"{name}.eval-passes{count}" / "results.json"
         if not results.is_file():
             with tempfile.TemporaryDirectory(dir=self.out) as folder:
@@ -126,7 +126,7 @@ class Bench:
                 config = json.loads((draft / "config.json").read_text())
                 (draft / "config.json").write_text(json.dumps({**config, "xpress_num_passes": count}))
                 self.evaluate(draft, results.parent)
-        return accepted_length(results)
+        return Accepted(results)
 
     def cycle_times(self, drafter, sets, label, number):
         """Seconds of drafting, of verification and of the whole in a cycle of one prompt, with a new drafter."""
@@ -145,7 +145,7 @@ class Bench:
         """Processor time of a training step, from two lengths of training: start and end cancel out."""
         kept = self.out / f"{file_name(drafter, label if sets else RECIPE)}.step-seconds"
         if not kept.is_file():
-            lengths = TIMED if self.target == TOY else TIMED_ELSEWHERE
+            lengths = TIMED if self.suites is SMOKE else TIMED_ELSEWHERE
             few, more = (self.call("deepspec-train", *self.training(drafter, "timing", 1, steps, *sets)) for steps in lengths)
             kept.write_text(str((more - few) / (lengths[1] - lengths[0])))
         return float(kept.read_text())
@@ -172,12 +172,16 @@ class Bench:
             f"name={name}",
             f"seed={seed}",
             f"train.max_train_steps={steps}",
-            *(each.replace(DRAFT_VOCAB, f"{self.demo}/{DRAFT_VOCAB}") for each in sets),
+            *(self.in_demo(each) for each in sets),
             *self.of_target(drafter),
         ]
         flags = itertools.chain.from_iterable(("--set", each) for each in overrides)
         fresh = ["--overwrite"] if name == "timing" else []
         return ["--quiet", "--config", f"configs/tiny/{drafter}.yaml", *flags, *fresh]
+
+    def in_demo(self, setting):
+        """A setting that names a file of the demo's folder by its path."""
+        return re.sub(f"{DRAFT_VOCAB}|{ASSISTANT_CACHE}", lambda name: f"{self.demo}/{name[0]}", setting)
 
     def of_target(self, drafter):
         """Settings that the target asks for, over the toy's recipe."""
@@ -185,7 +189,8 @@ class Bench:
             return list(self.sets)
         recipe = (ROOT / f"configs/tiny/{drafter}.yaml").read_text()
         section = re.search(r"^drafter:\n  (\w+):", recipe, re.MULTILINE)[1]
-        mask = [f"drafter.{section}.mask_token_id={self.mask_token_id}"] if "mask_token_id:" in recipe else []
+        has_other = self.mask_token_id is not None and "mask_token_id:" in recipe
+        mask = [f"drafter.{section}.mask_token_id={self.mask_token_id}"] if has_other else []
         return [f"target.model={self.target}", *mask, *self.sets]
 
     def call(self, binary, *args):
@@ -205,30 +210,19 @@ def file_name(*parts):
     return re.sub(r"[^A-Za-z0-9.+_-]+", "-", "-".join(parts).replace("γ", "gamma"))
 
 
-def accepted_length(results):
-    """Mean over the suites."""
-    return mean([suite["metrics"]["accepted_length"] for suite in json.loads(results.read_text())["suites"]])
-
-
-def mean(values):
-    return sum(values) / len(values)
-
-
-def interval(values):
-    """Half width of the 95 % interval of a mean."""
-    centre = mean(values)
-    deviation = math.sqrt(sum((value - centre) ** 2 for value in values) / (len(values) - 1))
-    return T_QUANTILE * deviation / math.sqrt(len(values))
-
-
 def collect(futures):
     return {key: [future.result() for future in runs] for key, runs in futures.items()}
+
+
+def lengths(futures):
+    """Accepted lengths by the draft rule of each kind."""
+    return {key: [run.length for run in runs] for key, runs in collect(futures).items()}
 
 
 def best_rates(bench):
     """The best of the learning rates for each kind, at SHORT steps with the first seed."""
     futures = {(drafter, rate): [bench.submit(drafter, SEEDS[0], SHORT, rate)] for drafter in KINDS for rate in RATES}
-    taus = {key: of[0] for key, of in collect(futures).items()}
+    taus = {key: of[0] for key, of in lengths(futures).items()}
     best = {drafter: max(RATES, key=lambda rate: taus[drafter, rate]) for drafter in KINDS}
     lines = [
         f"## Learning rates\n\nAccepted length after {SHORT} steps with seed {SEEDS[0]}; the best of each row is used below.\n",
@@ -279,26 +273,22 @@ def side_by_side(bench, best, rows, with_time, of_steps=SHORT, seeds=SEEDS):
         for label, (drafter, sets) in rows.items()
     }
     runs = collect(futures)
-    time = [" steps in equal time |", " τ in equal time |"] if with_time else []
+    titles = ["drafter", "drafts", "weights", "s per step", *(f"{rule} τ at {of_steps} steps" for rule in RULES)]
+    if with_time:
+        titles += ["steps in equal time", *(f"{rule} τ in equal time" for rule in RULES)]
+    spread = "± is the half width of the 95 % interval (Student's t)" if len(seeds) > 1 else "intervals are those of the bootstrap"
     lines = [
-        f"After {of_steps} steps. Means over {len(seeds)} seeds, ± is the half width of the 95 % interval (Student's t).\n"
-        if len(seeds) > 1
-        else f"After {of_steps} steps with one seed.\n",
-        "".join([f"| drafter | weights | s per step | τ at {of_steps} steps |", *time]),
-        "|---|---|---|---|" + "---|" * len(time),
+        f"After {of_steps} steps. Number of seeds: {len(seeds)}; {spread}.\n",
+        "| " + " | ".join(titles) + " |",
+        "|" + "---|" * len(titles),
     ]
     for label, (drafter, sets) in rows.items():
         weights = f"{bench.weights(drafter, sets) / 1e6:.2f} M"
-        cells = [label, weights, f"{seconds[label]:.3f}", spread(runs[label, "steps"])]
+        cells = [label, str(runs[label, "steps"][0].drafts), weights, f"{seconds[label]:.3f}", *by_rule(runs[label, "steps"])]
         if with_time:
-            cells += [str(steps[label]), spread(runs[label, "time"])]
+            cells += [str(steps[label]), *by_rule(runs[label, "time"])]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
-
-
-def spread(taus):
-    """Cell: mean and half width of its interval."""
-    return f"{mean(taus):.2f}" + (f" ± {interval(taus):.2f}" if len(taus) > 1 else "")
 
 
 def passes(bench, best):
@@ -307,13 +297,14 @@ def passes(bench, best):
     label = next(label for label, row in LONG_BLOCKS.items() if row is LONG_XPRESS)
     lines = [
         f"## Passes of xPress\n\nThe drafters above, {len(SEEDS)} seeds.\n",
-        "| passes | τ |",
-        "|---|---|",
+        "| passes | " + " | ".join(f"{rule} τ" for rule in RULES) + " |",
+        "|---|---|---|",
     ]
     for trained in [bench.submit(drafter, seed, SHORT, best[drafter], sets, label) for seed in SEEDS]:
         trained.result()
     names = [bench.name(drafter, seed, SHORT, best[drafter], label) for seed in SEEDS]
-    lines += [f"| {count} | {spread([bench.with_passes(name, count) for name in names])} |" for count in PASSES]
+    for count in PASSES:
+        lines.append(" | ".join([f"| {count}", *by_rule([bench.with_passes(name, count) for name in names])]) + " |")
     return lines
 
 
@@ -340,6 +331,11 @@ def options(bench, best, with_time):
     return ["## Sinks and reduced vocabularies\n", *side_by_side(bench, best, OPTIONS, with_time)]
 
 
+def assistants(bench, best, with_time):
+    """The assistant of a Gemma 4 beside other kinds."""
+    return ["## Assistants of Gemma 4\n", *side_by_side(bench, best, ASSISTANTS, with_time)]
+
+
 def by_length(bench, best):
     """DSpark against DFlash as training lengthens, paired by seed."""
     futures = {
@@ -347,7 +343,7 @@ def by_length(bench, best):
         for steps in LENGTHS
         for drafter in ("dspark", "dflash")
     }
-    runs = collect(futures)
+    runs = lengths(futures)
     lines = [
         "## DSpark and DFlash as training lengthens\n",
         f"Mean over {len(SEEDS)} seeds; differences are paired by seed, ± is the half width of the 95 % interval (Student's t).\n",
@@ -373,7 +369,7 @@ def variants(bench, best):
         label: [bench.submit("dspark", seed, VARIED, rate, sets, label if sets else "recipe") for seed in SEEDS]
         for label, sets in VARIANTS.items()
     }
-    runs = collect(futures)
+    runs = lengths(futures)
     base = next(iter(runs.values()))
     lines = [
         f"## One change at a time\n\nDSpark, {VARIED} steps, {rate_text}, {len(SEEDS)} seeds; differences from the first row are paired by seed.\n",
@@ -398,7 +394,7 @@ def objectives(bench, best):
         for drafter, labels in OBJECTIVES.items()
         for label, sets in labels.items()
     }
-    runs = collect(futures)
+    runs = lengths(futures)
     lines = [
         f"## Objectives\n\nAfter {SHORT} steps, {len(SEEDS)} seeds. Differences from the recipe's objective are paired by seed.\n",
         "| drafter | objective | τ | difference | τ by block verification | difference |",
@@ -435,16 +431,21 @@ def main():
             (DOCS / "images" / name).write_text(svg)
         return
     if not (ROOT / args.demo / "cache" / "manifest.json").is_file():
-        sys.exit(f"{args.demo}/cache is no cache; run scripts/demo.sh {args.demo} first")
+        sys.exit(f"{args.demo}/cache is no cache; docs/ablations.md has the commands that build it")
     if args.sections != ["kinds"] and (args.steps, args.seeds) != (SHORT, len(SEEDS)):
         parser.error("--steps and --seeds go with `kinds`")
-    if args.target != TOY and (args.sections != ["kinds"] or args.mask_token_id is None):
-        parser.error("--target goes with `kinds` and --mask-token-id")
+    if args.target != TOY and args.sections not in (["kinds"], ["assistants"]):
+        parser.error("--target goes with `kinds` and with `assistants`")
+    if args.target != TOY and args.sections == ["kinds"] and args.mask_token_id is None:
+        parser.error("--target needs --mask-token-id")
+    if args.target == TOY and "assistants" in args.sections:
+        parser.error("`assistants` needs the --target that scripts/toy_gemma4.py trains")
     tables = {
         "kinds": lambda: all_kinds(bench, best, args.equal_time, args.steps, SEEDS[: args.seeds]),
         "blocks": lambda: ["## Blocks of 15 drafts\n", *side_by_side(bench, best, LONG_BLOCKS, args.equal_time)],
         "passes": lambda: passes(bench, best),
         "latency": lambda: latency(bench),
+        "assistants": lambda: assistants(bench, best, args.equal_time),
         "depths": lambda: ["## DSpark with 2 layers and DFlash with 5\n", *side_by_side(bench, best, DEPTHS, args.equal_time)],
         "options": lambda: options(bench, best, args.equal_time),
         "objectives": lambda: objectives(bench, best),
@@ -455,7 +456,8 @@ def main():
         parser.error(f"no section {', '.join(sorted(unknown))}; expected some of {', '.join(tables)}, or plots alone")
     bench = Bench(args.demo, args.jobs, args.target, args.suite or SMOKE, args.mask_token_id, args.set)
     best, rates = best_rates(bench) if args.rates == "search" else (dict.fromkeys(KINDS, args.rates), None)
-    sections = [*filter(None, [rates]), *(tables[name]() for name in args.sections or tables)]
+    of_toy = [name for name in tables if name != "assistants"]
+    sections = [*filter(None, [rates]), *(tables[name]() for name in args.sections or of_toy)]
     print("\n\n".join("\n".join(section) for section in sections))
 
 

@@ -1,5 +1,7 @@
 """Rows of the tables that scripts/ablations.py makes: drafters, and their changes to the recipes of configs/tiny."""
 
+import json
+
 KINDS = {
     "dspark": "DSpark",
     "dspark_v4": "DSpark of DeepSeek-V4",
@@ -63,7 +65,7 @@ LONG_BLOCKS = {
     "DSpark": ("dspark", (f"{BLOCK}.block_size=15",)),
     "DFlash": ("dflash", ("drafter.dflash.block_size=15",)),
     "xPress, 6 passes": LONG_XPRESS,
-    "xPress on DFlash 2, 15 drafts": ("xpress", (*LONG_XPRESS[1], "drafter.xpress.backbone=dflash2")),
+    "xPress on DFlash 2, 6 passes": ("xpress", (*LONG_XPRESS[1], "drafter.xpress.backbone=dflash2")),
 }
 # Passes of the refiner over a drafted block. Training does not depend on their number.
 PASSES = (1, 2, 4, 6, 8)
@@ -83,4 +85,22 @@ OPTIONS = {
     f"P-EAGLE, {DRAFT_VOCAB_SIZE} tokens": ("peagle", (f"drafter.peagle.draft_vocab={DRAFT_VOCAB}",)),
     "Eagle3, 1 layer": ("eagle3", ()),
     f"Eagle3, 1 layer, {DRAFT_VOCAB_SIZE} tokens": ("eagle3", (f"drafter.eagle3.draft_vocab={DRAFT_VOCAB}",)),
+}
+# On a target of scripts/toy_gemma4.py: its assistant, half as wide and with as many heads, and kinds that any target can have. An
+# assistant reads the states that enter the target's last layer of each attention type. It has the samples and steps of MTP-1.
+ASSISTANT = {"hidden_size": 96, "intermediate_size": 512, "num_attention_heads": 6}
+ASSISTANT_CACHE, ASSISTANT_TAPS = "cache-assistant", [3, 4]
+ASSISTANTS = {
+    "DSpark": ("dspark", ()),
+    "DFlash 2": ("dflash2", ()),
+    "MTP-1": ("mtp", ()),
+    "Eagle3, 1 layer": ("eagle3", ()),
+    "Gemma 4 assistant, 4 layers": (
+        "mtp",
+        (
+            f"data.states.cache={ASSISTANT_CACHE}",
+            f"target.layer_ids={ASSISTANT_TAPS}",
+            f"drafter={json.dumps({'gemma4_assistant': ASSISTANT})}",
+        ),
+    ),
 }
